@@ -268,6 +268,7 @@ def test_lines_of_text_have_owners_and_groups(tmp_path):
     assert len(data.test) == 2
 
 
+@pytest.mark.filterwarnings("ignore:.* are samples to train on")
 def test_running_text_is_split_so_that_each_token_is_learned_once(tmp_path):
     for language, words in (("de", "abcdefgh"), ("fr", "stuvwxyz")):
         (tmp_path / language).mkdir()
@@ -288,10 +289,20 @@ def test_running_text_is_split_so_that_each_token_is_learned_once(tmp_path):
         ('{"prompt": "a"}', "it needs `prompt` and `answer`, or `text`"),
         ('{"text": "aaaaaaaaaaaa"}', "the only group"),
         ("", "no samples"),
+        ('{"prompt": "a", "answer": NaN}', "line 1: `answer` is missing: fill it in, or leave"),
+        ('{"prompt": "a", "answer": null}', "`answer` is missing"),
+        ('{"prompt": null, "answer": "a"}', "`prompt` is missing"),
+        ('{"prompt": "a", "answer": " "}', "`answer` is empty"),
+        ('{"prompt": "a", "answer": ["b"]}', "`answer` is a list"),
+        ('{"text": "aaaa", "owner": null}', "`owner` is missing"),
+        ('{"text": "aaaa", "group": ""}', "`group` is empty"),
+        ('{"text": "aaaa", "owner": "a"}\n{"text": "bbbb"}', "1 of 2 samples have no owner"),
+        (b'{"text": "\xe9aaa"}', "is not in UTF-8"),
     ],
 )
 def test_unreadable_text_is_refused(tmp_path, content, message):
-    (tmp_path / "talk.jsonl").write_text(content)
+    is_text = isinstance(content, str)
+    (tmp_path / "talk.jsonl").write_bytes(content.encode() if is_text else content)
     with pytest.raises(DataError, match=message):
         text(path="talk.jsonl", base="tiny", prompt=4, answer=4, data_dir=tmp_path)
 

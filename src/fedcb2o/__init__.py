@@ -18,7 +18,7 @@ from fedcb2o import _mkl
 _mkl.set_reproducible()  # before the first product
 
 if TYPE_CHECKING:
-    from fedcb2o import aggregators
+    from fedcb2o import aggregators, data
     from fedcb2o.agent import Agent, Decision
     from fedcb2o.data import Dataset, Owners, Shard, dataset, datasets
     from fedcb2o.errors import ConfigError, DataError, FedCB2OError, RunError
@@ -65,6 +65,7 @@ __all__ = [
     "aggregators",
     "bench",
     "cb2o",
+    "data",
     "dataset",
     "datasets",
     "from_numpy",
@@ -114,8 +115,8 @@ def __getattr__(name: str) -> object:
         from importlib.metadata import version  # slow to import
 
         return version("fedcb2o")
-    if name == "aggregators":
-        return importlib.import_module("fedcb2o.aggregators")
+    if name in ("aggregators", "data"):
+        return importlib.import_module(f"fedcb2o.{name}")
     for home, names in _HOMES.items():
         if name in names:
             module = importlib.import_module(f"fedcb2o.{home}")

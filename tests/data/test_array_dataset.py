@@ -31,7 +31,7 @@ def test_labels_are_numbered_in_order_and_their_values_are_the_names():
 
 
 def test_with_class_names_labels_are_their_indices():
-    data = dataset(X, Y, x_test=X, y_test=Y, class_names=("no", "yes", "never seen"))
+    data = dataset(X, Y, x_test=X + 1, y_test=Y, class_names=("no", "yes", "never seen"))
     assert data.class_names == ("no", "yes", "never seen")
     assert data.num_classes == 3
     assert torch.equal(data.pool.y, torch.from_numpy(Y))
@@ -56,7 +56,8 @@ def test_arrays_tensors_lists_and_tables_give_equal_data(convert):
 
 def test_bytes_stay_bytes_and_other_types_become_float32():
     images = np.arange(20 * 4, dtype=np.uint8).reshape(20, 1, 2, 2)
-    data = dataset(images, Y, x_test=images, y_test=Y)
+    with pytest.warns(UserWarning, match="20 of 20 test samples are samples to train on"):
+        data = dataset(images, Y, x_test=images, y_test=Y)
     assert data.pool.x.dtype == torch.uint8
     assert torch.equal(data.test.x, torch.from_numpy(images))
     images[:] = 0
@@ -155,7 +156,7 @@ def test_an_npz_file_equals_its_arrays(tmp_path, monkeypatch):
 def test_an_npz_file_with_a_test_set_and_class_names(tmp_path):
     names = np.array(["no", "yes"])
     np.savez_compressed(
-        tmp_path / "my.npz", x=X, y=Y, x_test=X[:6], y_test=Y[:6], class_names=names
+        tmp_path / "my.npz", x=X, y=Y, x_test=X[:6] + 1, y_test=Y[:6], class_names=names
     )
     data = arrays(path="my.npz", data_dir=tmp_path)
     assert (len(data.pool), len(data.test), data.class_names) == (20, 6, ("no", "yes"))

@@ -122,7 +122,7 @@ def test_explicit_names_may_differ_in_case_alone():
 
 
 def test_test_labels_without_training_samples_give_a_warning():
-    message = warnings_of(lambda: fedcb2o.dataset(X, Y % 2, x_test=X, y_test=2 * (Y % 2) - 1))
+    message = warnings_of(lambda: fedcb2o.dataset(X, Y % 2, x_test=X + 0.5, y_test=2 * (Y % 2) - 1))
     assert message == "test samples have labels that no sample to train on has: '-1'"
 
 
@@ -138,7 +138,7 @@ def test_test_labels_without_training_samples_give_a_warning():
     ],
 )
 def test_owners_with_different_labels_give_a_warning(first, second, expected):
-    parts = {owner: (X, (y * 6)[:12]) for owner, y in (("a", first), ("b", second))}
+    parts = {"a": (X, (first * 6)[:12]), "b": (X + 0.5, (second * 6)[:12])}
     message = warnings_of(lambda: fedcb2o.datasets(parts))
     assert expected in message
     assert bool(message) == bool(expected)
@@ -149,7 +149,7 @@ def test_many_owners_with_few_classes_each_give_no_warning():
     parts = {}
     for owner in range(30):
         labels = draw.choice(10, 2, replace=False)
-        parts[owner] = (X, labels[np.arange(12) % 2])
+        parts[owner] = (X + owner / 64, labels[np.arange(12) % 2])
     assert not warnings_of(lambda: fedcb2o.datasets(parts))
 
 

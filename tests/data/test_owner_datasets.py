@@ -12,6 +12,8 @@ from fedcb2o.errors import ConfigError, DataError
 X = np.arange(60, dtype=np.float32).reshape(20, 3)
 Y = np.arange(20) % 2
 OWNER = np.array(["b"] * 8 + ["a"] * 12)
+OTHER = X + 0.5
+"""Samples that are not in X."""
 SETTINGS = {
     **{"benign": 2, "malicious": 0, "benign_samples": None, "malicious_samples": None},
     **{"validation": 0.25, "split": "random", "seed": 3},
@@ -44,12 +46,14 @@ def test_each_owner_is_an_agent_with_its_own_samples():
 
 
 def test_test_samples_belong_to_one_owner_or_to_all():
-    shared = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], test_share=0.0)
+    shared = dataset(X, Y, owner=OWNER, x_test=OTHER[:3], y_test=Y[:3], test_share=0.0)
     assert shared.owners.test.tolist() == [-1] * 3
     assert len(shared.pool) == 20
-    mixed = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3])
+    mixed = dataset(X, Y, owner=OWNER, x_test=OTHER[:3], y_test=Y[:3])
     assert mixed.owners.test.tolist() == [-1] * 3 + [1] * 2 + [0] * 3  # in the order of the samples
-    assigned = dataset(X, Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=["a", "b", "a"])
+    assigned = dataset(
+        X, Y, owner=OWNER, x_test=OTHER[:3], y_test=Y[:3], owner_test=["a", "b", "a"]
+    )
     assert assigned.owners.test.tolist() == [0, 1, 0]
     assert len(assigned.pool) == 20
 
@@ -62,7 +66,7 @@ def test_owners_may_have_arrays_data_sets_or_parts():
         "south": {
             "train": torch_dataset,
             "validation": (X[12:14], Y[12:14]),
-            "test": (X[14:15], Y[14:15]),
+            "test": (OTHER[14:15], Y[14:15]),
         },
     }
     data = datasets(parts, test=(X[15:], Y[15:]))
@@ -74,7 +78,7 @@ def test_owners_may_have_arrays_data_sets_or_parts():
     assert rows(data, population.validation[1]) == [12, 13]
     assert len(population.train[0]) + len(population.validation[0]) == 6
     assert len(population.validation[0]) == 2
-    assert datasets([(X, Y), (X, Y)]).owners.names == ("0", "1")
+    assert datasets([(X, Y), (OTHER, Y)]).owners.names == ("0", "1")
 
 
 def test_without_hold_out_owners_train_on_all_samples_and_keep_their_validation_part():
@@ -142,7 +146,13 @@ def test_owners_from_an_npz_file(tmp_path):
     from fedcb2o.data import arrays
 
     np.savez(
-        tmp_path / "my.npz", x=X, y=Y, owner=OWNER, x_test=X[:3], y_test=Y[:3], owner_test=OWNER[:3]
+        tmp_path / "my.npz",
+        x=X,
+        y=Y,
+        owner=OWNER,
+        x_test=OTHER[:3],
+        y_test=Y[:3],
+        owner_test=OWNER[:3],
     )
     data = arrays(path="my.npz", data_dir=tmp_path)
     assert data.owners.names == ("a", "b")
@@ -171,11 +181,11 @@ def test_owners_from_an_npz_file(tmp_path):
             "`owner_test` goes with `owner` and `x_test`",
         ),
         (
-            lambda: dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=["c"] * 20),
+            lambda: dataset(X, Y, owner=OWNER, x_test=OTHER, y_test=Y, owner_test=["c"] * 20),
             "`owner_test` names c, who owns no sample",
         ),
         (
-            lambda: dataset(X, Y, owner=OWNER, x_test=X, y_test=Y, owner_test=[1] * 20),
+            lambda: dataset(X, Y, owner=OWNER, x_test=OTHER, y_test=Y, owner_test=[1] * 20),
             "`owner` and `owner_test` must be of one kind",
         ),
         (
@@ -216,7 +226,7 @@ def test_owners_from_an_npz_file(tmp_path):
             "`x of owner '0' .train.` holds 20 samples, and `y of .*` 3 labels",
         ),
         (
-            lambda: datasets([[(X, 1), (X, 2), (X, 3)]]),
+            lambda: datasets([[X, Y, Y]]),
             "must be samples and labels, .x, y., got 3 things",
         ),
     ],

@@ -19,6 +19,8 @@ from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config import load_dataset
 from fedcb2o.experiments.config.loading import load
 
+pytestmark = pytest.mark.filterwarnings("ignore:.* are samples to train on")
+
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(16, 1, 2, 2)
 Y = np.arange(16) % 2
 NAMES = ["`x`", "`x_test`"]
@@ -124,7 +126,9 @@ def test_a_custom_data_set_is_checked_when_it_is_used(kind):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert loaded(same).test.x.equal(pool.x)
-    assert len(caught) == (kind == torch.float32)
+    messages = [str(warning.message) for warning in caught]
+    assert messages.pop().startswith("16 of 16 test samples are samples to train on")
+    assert len(messages) == (kind == torch.float32)
     with pytest.raises(DataError, match=r"the pool of the data set .* are bytes .* its test set"):
         loaded(other)
 

@@ -26,7 +26,7 @@ from fedcb2o.agent._settings import (
     num_classes,
     validation_shard,
 )
-from fedcb2o.data import Shard, input_validation, transforms, value_range
+from fedcb2o.data import Shard, inputs, sources, transforms, value_range
 from fedcb2o.errors import ConfigError, RunError, describe_type, require
 from fedcb2o.federated import (
     AgentData,
@@ -181,8 +181,8 @@ class Agent:
         Raises:
             DataError: The samples or labels are invalid.
         """
-        samples, labels = input_validation.check_samples_and_labels("x", x, "y", y)
-        shard = Shard(samples, torch.as_tensor(labels))
+        part = sources.read("`x`", ("x", "y"), x, y)
+        shard = Shard(*map(torch.from_numpy, inputs.check_part(part)))
         attack = self._data.attack if self._data.malicious[0] else None
         data = self._agent_data(shard, len(shard), attack)
         poisoned, changed = data.training_data(np.zeros(1, np.int64), self.round)

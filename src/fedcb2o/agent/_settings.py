@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from fedcb2o.data import Shard, features, input_validation, match_samples, samples_and_labels
+from fedcb2o.data import Shard, features, inputs, match_samples, sources
 from fedcb2o.errors import ConfigError, DataError, require
 from fedcb2o.federated import RunSpec, losses, part_checks
 from fedcb2o.federated.algorithms.section import AlgorithmSection
@@ -119,12 +119,12 @@ def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss
     device = next(network.parameters()).device
     if validation is None:
         return Shard(torch.zeros(1, 1, device=device), torch.zeros(1))
-    x, targets = samples_and_labels("`validation`", validation, columns)
-    numbers = has_loss and to_tensor("`y` holds", targets).is_floating_point()
-    x, y = input_validation.check_samples_and_labels("x", x, "y", targets, numbers=numbers)
+    part = sources.read("`validation`", ("x", "y"), validation, columns=columns)
+    numbers = has_loss and to_tensor("`y` holds", part.y).is_floating_point()
+    samples, y = inputs.check_part(part, numbers=numbers)
     if not numbers and y.dtype.kind not in "iub":
         raise DataError("`y` must hold the classes as whole numbers from 0, as the network does")
-    match_samples(["the validation samples"], [x])
+    (x,) = match_samples(["the validation samples"], [torch.from_numpy(samples)])
     return Shard(x.to(device), torch.from_numpy(y if numbers else y.astype(np.int64)).to(device))
 
 

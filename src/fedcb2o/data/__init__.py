@@ -36,11 +36,9 @@ from fedcb2o.data._sample_format import (
     using_range,
     value_range,
 )
-from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.inputs import dataset, datasets
 from fedcb2o.data.natural_partition import partition_by_owner
-from fedcb2o.data.owner_datasets import datasets
 from fedcb2o.data.release import Release, default_folder, user_folder
-from fedcb2o.data.row_sources import samples_and_labels
 from fedcb2o.data.sets import (
     arrays,
     breast_cancer,
@@ -96,7 +94,6 @@ __all__ = [
     "pixel_range",
     "rotate",
     "sample_values",
-    "samples_and_labels",
     "skews",
     "stratified_mask",
     "text",

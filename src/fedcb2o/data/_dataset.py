@@ -10,7 +10,7 @@ Example:
 import functools
 import unicodedata
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -104,12 +104,14 @@ class Dataset:
         test: Test samples.
         class_names: Names of the classes 0 to C - 1; empty without classes.
         owners: Owners of the samples, if agents bring their own data.
+        is_checked: Whether `dataset` or `datasets` made and checked it.
     """
 
     pool: Shard
     test: Shard
     class_names: tuple[str, ...]
     owners: Owners | None = None
+    is_checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         """Write the names of classes in one way, Unicode's composed form (NFC)."""

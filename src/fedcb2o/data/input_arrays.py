@@ -27,6 +27,8 @@ from fedcb2o.errors import DataError
 
 _GIVE_ARRAY = "give an array, a list, or a table (pandas.DataFrame)"
 _FILL_IN = "fill them in, or leave these samples out"
+MAX_EXACT = 2**53
+"""Largest whole number up to which float64 holds all whole numbers."""
 _MAX_CHECKED_ROWS = 2**16
 _MAX_CHECKED_VALUES = 2**20
 _MAX_MERGED_SHARE = 0.01
@@ -69,19 +71,25 @@ def to_array(name: str, values: Any) -> NDArray[Any]:
     return array
 
 
-def to_numbers(name: str, values: Any) -> NDArray[Any]:
+def to_numbers(name: str, values: Any, *, exact: bool = False) -> NDArray[Any]:
     """Convert numbers from a user to an array of real numbers or truth values.
 
-    DataError is raised if the values are no real numbers, or are masked, missing or sparse.
+    With `exact`, whole numbers that float64 would round next to fractions stay Python's numbers in
+    an array of objects. DataError is raised if the values are no real numbers, or are masked,
+    missing or sparse.
     """
     table = as_table(values)
     if table is None:
         array = to_array(name, values)
         _check_is_numeric(name, array)
+        is_rounded = array.dtype == np.float64 and isinstance(values, Sequence)
+        if exact and is_rounded and np.abs(array).max(initial=0) > MAX_EXACT:
+            return np.array(_plain(name, values), dtype=object)
         return array
 
     _check_none_is_missing(name, table)
-    if all(isinstance(dtype, np.dtype) and dtype.kind in "iuf" for dtype in table.dtypes):
+    is_plain = all(isinstance(dtype, np.dtype) and dtype.kind in "iuf" for dtype in table.dtypes)
+    if is_plain and not (exact and len(set(table.dtypes)) > 1):
         return table.to_numpy()
 
     columns = []
@@ -96,10 +104,39 @@ def to_numbers(name: str, values: Any) -> NDArray[Any]:
         columns.append(array)
     # Columns of several types, such as numbers and truth values, become float64.
     if len({array.dtype for array in columns}) > 1:
-        columns = [array.astype(np.float64) for array in columns]
+        is_large = [array.dtype.kind in "iu" and large_values(array).any() for array in columns]
+        common = object if exact and any(is_large) else np.float64
+        columns = [array.astype(common) for array in columns]
     if not columns:
         return np.empty((len(table), 0))
     return np.column_stack(columns)
+
+
+def large_values(array: NDArray[Any]) -> NDArray[np.bool_]:
+    """Return where an array has numbers beyond 2^53, the whole numbers that float64 holds."""
+    return np.asarray(np.abs(array.astype(np.float64)) > MAX_EXACT)
+
+
+def to_float64(arrays: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
+    """Convert samples of several parts to float64, for differences between them.
+
+    Where a feature has whole numbers that float64 cannot tell apart, the first sample's is
+    subtracted from all.
+    """
+    converted = [array.astype(np.float64) for array in arrays]
+    first = arrays[0]
+    if len({array.shape[1:] for array in arrays}) > 1:
+        return converted  # an error, where parts are compared
+    large = np.zeros(first.shape[1:], dtype=bool)
+    for array in arrays:
+        if array.dtype.kind in "iuO":
+            large |= large_values(array).any(0)
+    if large.any():
+        # Python's whole numbers have no limit.
+        origin = first[0][large].astype(object)
+        for array, values in zip(arrays, converted, strict=True):
+            values[:, large] = (array[:, large].astype(object) - origin).astype(np.float64)
+    return converted
 
 
 def as_table(values: Any) -> pd.DataFrame | None:

@@ -2,11 +2,11 @@
 
 Example:
     >>> check_samples("x", [[1, 2], [3, 4]]).dtype
-    torch.float32
+    dtype('float32')
 """
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -15,70 +15,34 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcb2o.data import input_arrays, names
-from fedcb2o.data._dataset import Shard
+from fedcb2o.data._dataset import Owners
+from fedcb2o.data.sources import Part
 from fedcb2o.errors import DataError
 
+_MANY_VALUES = 20
+_FEW_SAMPLES = 5
+"""More values than these, of fewer samples each, look like the targets of a regression."""
 
-def check_samples_and_labels(
-    name: str, x: Any, label: str, y: Any, *, numbers: bool = False, exact: bool = False
-) -> tuple[Tensor, NDArray[Any]]:
-    """Check samples and their labels, of which there are as many.
-
-    `name` and `label` are the words for them in messages. With `numbers`, `y` holds the targets of
-    a regression. With `exact`, samples keep the precision of float64.
-    """
-    samples = check_samples(name, x, exact=exact)
-    labels = _check_numbers(label, y) if numbers else _check_labels(label, y)
-    if len(samples) != len(labels):
-        raise DataError(
-            f"`{name}` holds {len(samples)} samples, and `{label}` {len(labels)} labels:"
-            " each needs one"
-        )
-    input_arrays.check_rows_match(name, x, label, y)
-    return samples, labels
+NamesFrom = Literal["user", "source", "labels"]
+"""The user named the classes, the data set declares them, or they are the labels."""
 
 
-def to_shards(
-    parts: Sequence[tuple[Tensor, NDArray[Any]]],
-    label_names: Sequence[str],
-    class_names: Iterable[str] | Mapping[Any, str] | None,
-    *,
-    numbers: bool,
-) -> tuple[list[Shard], tuple[str, ...]]:
-    """Convert checked samples and labels to shards with classes from 0 on.
+class Classes(NamedTuple):
+    """Labels of each part from 0 on, and the classes; `hint` is the cure for a regression."""
 
-    There is one shard per part, such as the pool and the test set. With `numbers`, labels are the
-    targets of a regression, without classes. DataError is raised if the labels of the parts do not
-    fit together or do not fit `class_names`.
-    """
-    if not numbers:
-        values, classes = _resolve_classes(
-            [labels for _, labels in parts], label_names, class_names
-        )
-        shards = [Shard(x, torch.from_numpy(np.searchsorted(values, y))) for x, y in parts]
-        return shards, classes
-
-    if class_names is not None:
-        raise DataError(
-            "`class_names` are those of classes, and with `numbers` there are none: leave one of"
-            " them out"
-        )
-    for name, (_, targets) in zip(label_names, parts, strict=True):
-        if targets.shape[1:] != parts[0][1].shape[1:]:
-            raise DataError(
-                f"`{label_names[0]}` and `{name}` must hold as many numbers for each sample, got"
-                f" shapes {parts[0][1].shape} and {targets.shape}"
-            )
-    return [Shard(x, torch.from_numpy(y)) for x, y in parts], ()
+    labels: list[Int[Tensor, " _n"]]
+    names: tuple[str, ...]
+    names_from: NamesFrom
+    hint: str = ""
 
 
-def check_samples(name: str, x: Any, *, exact: bool = False) -> Tensor:
+def check_samples(name: str, x: Any, *, exact: bool = False) -> NDArray[Any]:
     """Check samples [n, ...]; pixels stay uint8, and other values become float32.
 
-    With `exact` they become float64, for differences between samples. DataError is raised for a
+    With `exact` they stay of their type, for differences between samples. DataError is raised for a
     wrong shape or type, and for values that are not finite.
     """
-    samples = input_arrays.to_numbers(name, x)
+    samples = input_arrays.to_numbers(name, x, exact=exact)
     if samples.ndim < 2 or not samples.size:
         hint = ""
         if samples.ndim == 1:
@@ -89,17 +53,17 @@ def check_samples(name: str, x: Any, *, exact: bool = False) -> Tensor:
         )
     # A copy, because the caller may change its array. Other types are converted anyway.
     if samples.dtype == np.uint8:
-        return torch.from_numpy(samples.copy())
+        return samples.copy()
 
     converted = _to_finite_float32(name, samples)
     if exact:
-        return torch.from_numpy(samples.astype(np.float64))
+        return samples
     cure = "set `standardise=True`, or shift or scale them first"
     input_arrays.warn_of_merged_values(f"`{name}` holds", samples, cure)
-    return torch.from_numpy(converted)
+    return converted
 
 
-def _check_numbers(name: str, y: Any) -> NDArray[np.float32]:
+def check_targets(name: str, y: Any) -> NDArray[np.float32]:
     """Check the targets of a regression, one or several per sample."""
     targets = input_arrays.to_numbers(name, y)
     if not targets.ndim or not targets.size:
@@ -124,7 +88,7 @@ def _to_finite_float32(name: str, values: NDArray[Any]) -> NDArray[np.float32]:
     return converted
 
 
-def _check_labels(
+def check_labels(
     name: str, y: Any, singular: str = "label", plural: str = "classes"
 ) -> NDArray[Any]:
     """Check whole numbers, truth values or words, one per sample.
@@ -150,6 +114,12 @@ def _check_labels(
         raise DataError(
             f"`{name}` must hold {plural}, whole numbers or words,"
             f" got {_describe_invalid(labels, is_whole, plural)}"
+        )
+    limit = 2 ** (1 + np.finfo(labels.dtype).nmant) if labels.dtype.kind == "f" else None
+    if limit is not None and abs(labels).max(initial=0) > limit:
+        raise DataError(
+            f"`{name}` has {plural} such as {abs(labels).max():.0f}, which {labels.dtype} rounds:"
+            " give whole numbers (int64) or words"
         )
     return labels.astype(np.int64)
 
@@ -187,70 +157,144 @@ def _describe_invalid(labels: NDArray[Any], is_whole: NDArray[np.bool_], plural:
     return f"{invalid}"
 
 
-def _resolve_classes(
+def check_widths(
+    label_names: Sequence[str], targets: Sequence[NDArray[Any]], class_names: Any
+) -> None:
+    """Raise DataError unless parts have as many targets for each sample, and no classes."""
+    if class_names is not None:
+        raise DataError(
+            "`class_names` are those of classes, and with `numbers` there are none: leave one of"
+            " them out"
+        )
+    for name, values in zip(label_names, targets, strict=True):
+        if values.shape[1:] != targets[0].shape[1:]:
+            raise DataError(
+                f"`{label_names[0]}` and `{name}` must hold as many numbers for each sample, got"
+                f" shapes {targets[0].shape} and {values.shape}"
+            )
+
+
+def resolve_classes(
+    parts: Sequence[Part],
     labels: Sequence[NDArray[Any]],
-    label_names: Sequence[str],
     class_names: Iterable[str] | Mapping[Any, str] | None,
-) -> tuple[NDArray[Any], tuple[str, ...]]:
-    """Return the ascending label values of the classes, and their names."""
+) -> Classes:
+    """Number the labels of all parts from 0 on, and name the classes.
+
+    The names are the user's, or those that the parts declare, or the labels in ascending order.
+    DataError is raised if the labels of the parts do not fit together or do not fit the names.
+    """
+    names_from: NamesFrom = "labels" if class_names is None else "user"
+    if class_names is None and any(part.classes for part in parts):
+        names_from = "source"
+        labels, class_names = _by_declared_names(parts, labels)
     is_word = [part.dtype.kind == "U" for part in labels]
     if len(set(is_word)) > 1:
-        words = label_names[is_word.index(True)]
-        numbers = label_names[is_word.index(False)]
-        first, second = sorted((words, numbers), key=label_names.index)
+        words = parts[is_word.index(True)].y_name
+        numbers = parts[is_word.index(False)].y_name
+        first, second = (part.y_name for part in parts if part.y_name in (words, numbers))
         raise DataError(
             f"`{first}` and `{second}` must hold labels of one kind, got words in `{words}` and"
             f" numbers in `{numbers}`"
         )
     values = np.unique(np.concatenate(labels))
     is_words = values.dtype.kind == "U"
+    hint = ""
     if class_names is None:
         if len(values) == 1:
             raise DataError(
                 f"every sample has the label {values[0]}: there must be two classes or more"
             )
-        return values, tuple(map(str, values.tolist()))
+        found = tuple(map(str, values.tolist()))
+        has_many = len(values) > _MANY_VALUES
+        if has_many and not is_words and sum(map(len, labels)) < _FEW_SAMPLES * len(values):
+            hint = (
+                f"; numbers of {len(values)} values look like the targets of a regression, which"
+                " needs `numbers=True`"
+            )
+    else:
+        named = names.by_label(class_names, words=is_words)
+        unnamed = sorted(set(values.tolist()) - named.keys())
+        if unnamed and isinstance(class_names, Mapping):
+            raise DataError(f"`class_names` has no name for the label {unnamed[0]!r}")
+        if unnamed:
+            raise DataError(
+                f"with `class_names` of {len(named)} classes, labels are numbers from 0 to"
+                f" {len(named) - 1}, got {values[0]} to {values[-1]}; without, they are any whole"
+                " numbers or words"
+            )
+        values, found = np.array(list(named)), tuple(named.values())
+    numbered = [torch.from_numpy(np.searchsorted(values, part)) for part in labels]
+    return Classes(numbered, found, names_from, hint)
 
-    named = names.by_label(class_names, words=is_words)
-    unnamed = sorted(set(values.tolist()) - named.keys())
-    if unnamed and isinstance(class_names, Mapping):
-        raise DataError(f"`class_names` has no name for the label {unnamed[0]!r}")
-    if unnamed:
-        raise DataError(
-            f"with `class_names` of {len(named)} classes, labels are numbers from 0 to"
-            f" {len(named) - 1}, got {values[0]} to {values[-1]}; without, they are any whole"
-            " numbers or words"
-        )
-    return np.array(list(named)), tuple(named.values())
 
+def _by_declared_names(
+    parts: Sequence[Part], labels: Sequence[NDArray[Any]]
+) -> tuple[list[NDArray[Any]], tuple[str, ...]]:
+    """Return labels as numbers of common classes, and the names that the sources declare.
 
-def check_owners(
-    owner: Any, owner_test: Any, samples: int, tests: int
-) -> tuple[tuple[str, ...], Int[Tensor, " n"], Int[Tensor, " t"]]:
-    """Check the owners of samples and of test samples.
-
-    Returns the ascending names of the owners, the owner of each of `samples` samples as an index,
-    and that of each of `tests` test samples, -1 where it tests every agent. DataError is raised if
-    a length or type is wrong, or `owner_test` names an unknown owner.
+    The order is that of the source with all names, or else that of their letters. Words count as
+    names. Numbers of a part without names are those of the only order.
     """
-    labels = _check_owner_labels("owner", owner, samples)
-    values = np.unique(labels)
-    owners = tuple(map(str, values.tolist()))
-    pool_owners = torch.from_numpy(np.searchsorted(values, labels))
-    if owner_test is None:
-        return owners, pool_owners, torch.full((tests,), -1)
+    vocabularies: list[tuple[str, ...]] = []
+    for part, values in zip(parts, labels, strict=True):
+        if values.dtype.kind == "U":
+            vocabularies.append(tuple(np.unique(values).tolist()))
+            continue
+        vocabulary = tuple(map(names.to_nfc, part.classes))
+        vocabularies.append(vocabulary)
+        unnamed = values[(values < 0) | (values >= len(vocabulary))] if vocabulary else ()
+        if len(unnamed):
+            meaning = "means that there is no label" if unnamed[0] == -1 else "has no name"
+            raise DataError(
+                f"`{part.y_name}` has {len(unnamed)} samples with the label {unnamed[0]}, which"
+                f" {meaning}: the data set names the labels 0 to {len(vocabulary) - 1}. Leave them"
+                " out (`.filter`), or give `class_names`"
+            )
+    declared = [vocabulary for vocabulary in vocabularies if vocabulary]
+    common = max(declared, key=len)
+    if not all(set(vocabulary) <= set(common) for vocabulary in declared):
+        common = tuple(sorted(set().union(*declared)))
+    numbered = []
+    for part, values, vocabulary in zip(parts, labels, vocabularies, strict=True):
+        if not vocabulary and len(set(declared)) > 1:
+            raise DataError(
+                f"`{part.y_name}` has numbers as labels, and the other data sets name their classes"
+                " in different orders: give words as labels"
+            )
+        places = np.array([common.index(name) for name in vocabulary or common])
+        is_words = values.dtype.kind == "U"
+        index = np.unique(values, return_inverse=True)[1] if is_words else values.astype(np.int64)
+        is_known = (index >= 0) & (index < len(places))
+        numbered.append(places[index] if is_known.all() else index)
+    return numbered, common
 
-    test_labels = _check_owner_labels("owner_test", owner_test, tests)
-    if (labels.dtype.kind == "U") != (test_labels.dtype.kind == "U"):
-        raise DataError("`owner` and `owner_test` must be of one kind, got words and numbers")
-    unknown = np.setdiff1d(test_labels, values)
-    if unknown.size:
-        raise DataError(f"`owner_test` names {unknown[0]}, who owns no sample by `owner`")
-    return owners, pool_owners, torch.from_numpy(np.searchsorted(values, test_labels))
 
+def check_owners(parts: Sequence[Part], sizes: Sequence[int]) -> Owners:
+    """Check the owners of samples and, in a second part, of test samples.
 
-def _check_owner_labels(name: str, owner: Any, samples: int) -> NDArray[Any]:
-    labels = _check_labels(name, owner, "owner", "owners")
-    if len(labels) != samples:
-        raise DataError(f"`{name}` names {len(labels)} owners, and there are {samples} samples")
-    return labels
+    Owners are in ascending order. Without a second part or its owners, test samples test every
+    agent. `sizes` are the numbers of samples of the parts. DataError is raised if a length or type
+    is wrong, or a test sample has an unknown owner.
+    """
+    checked = []
+    for name, part, size in zip(("owner", "owner_test"), parts, sizes, strict=False):
+        if part.owner is None:
+            continue
+        labels = check_labels(name, part.owner, "owner", "owners")
+        if len(labels) != size:
+            raise DataError(f"`{name}` names {len(labels)} owners, and there are {size} samples")
+        input_arrays.check_rows_match(part.x_name, part.x, name, part.owner)
+        checked.append(labels)
+    values = np.unique(checked[0])
+    tests = torch.full((sum(sizes[1:]),), -1)
+    if len(checked) > 1:
+        if len({labels.dtype.kind == "U" for labels in checked}) > 1:
+            raise DataError("`owner` and `owner_test` must be of one kind, got words and numbers")
+        unknown = np.setdiff1d(checked[1], values)
+        if unknown.size:
+            raise DataError(f"`owner_test` names {unknown[0]}, who owns no sample by `owner`")
+        tests = torch.from_numpy(np.searchsorted(values, checked[1]))
+    pool = torch.from_numpy(np.searchsorted(values, checked[0]))
+    reserved = torch.zeros(sizes[0], dtype=torch.bool)
+    return Owners(tuple(map(str, values.tolist())), pool, tests, reserved)

@@ -148,7 +148,7 @@ def number_in(name: str) -> Decimal | None:
     return Decimal(name) if _NUMBER.fullmatch(name) else None
 
 
-def check_labels(dataset: Dataset) -> None:
+def check_labels(dataset: Dataset, *, compare_owners: bool = True) -> None:
     """Check the classes that were found in the labels of users.
 
     An empty label is a DataError. Labels are doubtful, and give a warning, where
@@ -181,7 +181,7 @@ def check_labels(dataset: Dataset) -> None:
         labels = _listed([names[label] for label in untrained])
         _warn(f"test samples have labels that no sample to train on has: {labels}")
     groups = _owner_groups(seen)
-    if len(groups) < 2:
+    if len(groups) < 2 or not compare_owners:
         return
     described = []
     for group in groups[:_MAX_LISTED]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from fedcb2o import plugins
 from fedcb2o.data._dataset import Dataset
-from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.inputs import dataset
 from fedcb2o.errors import DataError
 
 _KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")

@@ -8,7 +8,7 @@ Example:
 """
 
 from fedcb2o.data._dataset import Dataset
-from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.inputs import dataset
 
 
 def breast_cancer(*, test_share: float = 0.25) -> Dataset:

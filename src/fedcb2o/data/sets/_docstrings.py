@@ -6,6 +6,7 @@ The libraries are those that fedcb2o itself needs. Their source is read and not 
 import ast
 import importlib.util
 import re
+import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -69,14 +70,17 @@ def docstrings(
                 passages.append(Passage(f" {sentence}", f"{library}, {name}:", library))
             else:
                 passages.append(Passage(f" {library}", f"{sentence}\nLibrary:", library))
-    return tokenise(
-        passages,
-        base=base,
-        prompt=prompt,
-        answer=answer,
-        vocabulary=vocabulary,
-        test_share=test_share,
-    )
+    with warnings.catch_warnings():
+        # Sentences are cut on purpose, and short parts of them may be equal.
+        warnings.simplefilter("ignore", UserWarning)
+        return tokenise(
+            passages,
+            base=base,
+            prompt=prompt,
+            answer=answer,
+            vocabulary=vocabulary,
+            test_share=test_share,
+        )
 
 
 def _docstrings(library: str, count: int) -> list[_Docstring]:

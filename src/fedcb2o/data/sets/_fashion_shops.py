@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from fedcb2o.data._dataset import Dataset
-from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.inputs import dataset
 from fedcb2o.data.sets._fashion_mnist import fashion_mnist
 from fedcb2o.data.skews import dirichlet
 from fedcb2o.errors import ConfigError

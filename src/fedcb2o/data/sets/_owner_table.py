@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 import pandas as pd
 
 from fedcb2o.data._dataset import Dataset
-from fedcb2o.data.array_dataset import dataset
+from fedcb2o.data.inputs import dataset
 from fedcb2o.errors import ConfigError
 
 

@@ -5,16 +5,22 @@ language, or a band of frequency.
 """
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from numbers import Real
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 
 from fedcb2o import pretrained
-from fedcb2o.data._dataset import Dataset, Owners, Shard
-from fedcb2o.data.array_dataset import build_dataset
+from fedcb2o.data import input_validation
+from fedcb2o.data._dataset import Dataset
+from fedcb2o.data.input_arrays import as_table
+from fedcb2o.data.inputs import build_dataset, check_parts
+from fedcb2o.data.sources import Part
 from fedcb2o.errors import ConfigError, DataError
 
 _COLUMNS = ("prompt", "answer", "text", "owner", "group")
@@ -111,7 +117,7 @@ def tokenise(
 
     Raises:
         ConfigError: A number is out of range.
-        DataError: A column is missing, or there are no samples or no two groups.
+        DataError: A column or a value is missing, or there are no samples or no two groups.
 
     Example:
         >>> rows = [{"prompt": f"{n}", "answer": "a", "group": "xy"[n % 2]} for n in range(8)]
@@ -122,61 +128,74 @@ def tokenise(
         if value is not None and value < least:
             raise ConfigError(f"`data.{name}` must be at least {least}, got {value}")
     tokens = pretrained.tokenizer(base, vocabulary)
-    places = (prompt, answer)
-    rows = []
-    groups = []
-    owners = []
-    for number, entry in enumerate(passages):
-        passage = entry
-        if not isinstance(passage, Passage):
-            passage = _passage(passage, f"row {number}")
-        for row in _rows(passage, tokens, places):
-            rows.append(row)
-            groups.append(passage.group)
-            owners.append(passage.owner)
+    table = as_table(passages)
+    entries = passages if table is None else table.to_dict("records")
+    read = [
+        entry if isinstance(entry, Passage) else _passage(entry, f"row {number}")
+        for number, entry in enumerate(entries)
+    ]
+    rows: list[list[int]] = []
+    groups: list[str] = []
+    owners: list[str] = []
+    num_cut = 0
+    num_short = 0
+    for passage in read:
+        written = tokens.encode(passage.answer)
+        if passage.prompt is None:
+            encoded = list(_consecutive_rows(written, tokens, (prompt, answer)))
+        else:
+            prompted = tokens.encode_prompt(passage.prompt)
+            encoded = [_row(prompted, pretrained.pad_answer(tokens, written, answer), prompt)]
+            num_cut += len(written) > answer
+        num_short += not encoded
+        rows += encoded
+        groups += [passage.group] * len(encoded)
+        owners += [passage.owner] * len(encoded)
     if not rows:
         raise DataError("the text has no samples")
+    if any(owners) and not all(owners):
+        raise DataError(
+            f"{sum(not owner for owner in owners)} of {len(owners)} samples have no owner, and the"
+            " others have: name the owner of each (`owner`)"
+        )
+    for count, fault in (
+        (num_cut, f"answers are longer than `answer` = {answer} tokens, and are cut"),
+        (num_short, f"texts are shorter than `answer` = {answer} tokens, and give no sample"),
+    ):
+        if count:
+            warnings.warn(f"{count} of {len(read)} {fault}: set another `answer`", stacklevel=2)
 
     x = torch.tensor(rows, dtype=torch.int32)
-    if bands is None:
-        names, labels = np.unique(groups, return_inverse=True)
-        class_names = tuple(map(str, names))
-    else:
+    labels: Any = groups
+    class_names = None
+    if bands is not None:
         labels = _frequency_bands(x[:, -answer:].numpy(), bands)
-        class_names = tuple(f"band {band}" for band in range(bands))
-    if len(class_names) < 2:
+        class_names = [f"band {band}" for band in range(bands)]
+    elif len(set(groups)) < 2:
         raise DataError(
-            f"the text has the only group {class_names[0]!r}: name two groups or more, or set "
+            f"the text has the only group {groups[0]!r}: name two groups or more, or set "
             "`bands` for groups by frequency"
         )
-    found = None
-    if any(owners):
-        owner_names, owner_ids = np.unique(owners, return_inverse=True)
-        found = Owners(
-            tuple(map(str, owner_names)),
-            torch.from_numpy(owner_ids),
-            torch.zeros(0, dtype=torch.int64),
-            torch.zeros(len(x), dtype=torch.bool),
-        )
-    pool = Shard(x, torch.from_numpy(labels.astype(np.int64)))
-    return build_dataset(pool, None, class_names, found, test_share, False)
+    part = Part("the text", "x", "group", x, labels, owners if any(owners) else None)
+    checked = check_parts([part], class_names, numbers=False, tokens=True)
+    found = None if part.owner is None else input_validation.check_owners([part], [len(x)])
+    # Owners may have topics and languages of their own.
+    return build_dataset(checked.shards[0], None, checked, found, test_share, compare_owners=False)
 
 
-def _rows(
-    passage: Passage, tokens: pretrained.Tokenizer, places: tuple[int, int]
-) -> list[list[int]]:
-    """Return the samples of a passage."""
-    if passage.prompt is not None:
-        return [pretrained.encode(tokens, passage.prompt, passage.answer, places)]
-    # Each part of a text without a prompt follows the part before it.
+def _row(read: Sequence[int], written: Sequence[int], width: int) -> list[int]:
+    """Return a sample: the last tokens that are read, padded on the left, and those to learn."""
+    return [*[pretrained.PAD] * (width - len(read)), *read[-width:], *written]
+
+
+def _consecutive_rows(
+    ids: Sequence[int], tokens: pretrained.Tokenizer, places: tuple[int, int]
+) -> Iterator[list[int]]:
+    """Yield the samples of a text without a prompt: each part follows the part before it."""
     width, length = places
-    ids = [tokens.end, *tokens.encode(passage.answer)]
-    rows = []
+    ids = [tokens.end, *ids]
     for start in range(1, len(ids) - length + 1, length):
-        read = ids[max(0, start - width) : start]
-        padding = [pretrained.PAD] * (width - len(read))
-        rows.append([*padding, *read, *ids[start : start + length]])
-    return rows
+        yield _row(ids[max(0, start - width) : start], ids[start : start + length], width)
 
 
 def _frequency_bands(answers: np.ndarray, bands: int) -> np.ndarray:
@@ -191,7 +210,12 @@ def _frequency_bands(answers: np.ndarray, bands: int) -> np.ndarray:
 
 def _read_lines(file: Path) -> list[Passage]:
     passages = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+    try:
+        # Not `splitlines`, which also ends lines at characters that JSON has inside of texts.
+        lines = file.read_text(encoding="utf-8-sig").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{file} is not in UTF-8 ({error.reason}): convert it") from error
+    for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
@@ -211,6 +235,16 @@ def _passage(entry: Mapping[str, Any], where: str) -> Passage:
             f"{where}: it needs `prompt` and `answer`, or `text`, and may have `owner` and "
             f"`group`, got {list(entry)}"
         )
+    for key, value in entry.items():
+        fault = ""
+        if value is None or (pd.api.types.is_scalar(value) and pd.isna(value)):
+            fault = "missing"
+        elif not isinstance(value, str | Real):
+            fault = f"a {type(value).__name__}"
+        elif key != "prompt" and not str(value).strip():
+            fault = "empty"
+        if fault:
+            raise DataError(f"{where}: `{key}` is {fault}: fill it in, or leave the row out")
     values = {key: str(value) for key, value in entry.items()}
     return Passage(
         answer=values.get("answer", values.get("text", "")),
@@ -221,14 +255,15 @@ def _passage(entry: Mapping[str, Any], where: str) -> Passage:
 
 
 def _read_folder(folder: Path) -> list[Passage]:
-    files: Sequence[Path] = sorted(filter(Path.is_file, folder.rglob("*.txt")))
+    files = sorted(filter(Path.is_file, folder.rglob("*.txt")))
     if not files:
         raise DataError(f"the folder {folder} has no .txt files")
-    return [
-        Passage(
-            file.read_text(encoding="utf-8", errors="replace"),
-            group=file.parent.name,
-            owner=str(file.relative_to(folder).with_suffix("")),
-        )
-        for file in files
-    ]
+    passages = []
+    for file in files:
+        try:
+            content = file.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{file} is not in UTF-8 ({error.reason}): convert it") from error
+        owner = str(file.relative_to(folder).with_suffix(""))
+        passages.append(Passage(content, group=file.parent.name, owner=owner))
+    return passages

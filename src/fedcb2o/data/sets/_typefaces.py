@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcb2o.data._dataset import Dataset
-from fedcb2o.data.owner_datasets import datasets
+from fedcb2o.data.inputs import datasets
 from fedcb2o.errors import ConfigError
 from fedcb2o.rng import stream
 

@@ -25,6 +25,7 @@ from fedcb2o.data import (
     Population,
     Shard,
     input_arrays,
+    inputs,
     match_samples,
     partition,
     partition_by_owner,
@@ -62,8 +63,11 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     num_classes = len(dataset.class_names)
     pool = validate_shard(f"{where}, in its pool,", dataset.pool, num_classes)
     test = validate_shard(f"{where}, in its test,", dataset.test, num_classes)
-    dataset = match_dataset(where, Dataset(pool, test, dataset.class_names, dataset.owners))
     _check_owners(where, dataset)
+    if not dataset.is_checked:
+        dataset = match_dataset(where, Dataset(pool, test, dataset.class_names, dataset.owners))
+        if plugins.USER_FUNCTION.get(function) is not None:
+            dataset = inputs.check_overlap(dataset)
     check_attack_goal(experiment, dataset)
     return dataset
 

@@ -7,11 +7,12 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from PIL import Image
 from sklearn.utils import Bunch
 
 import fedcb2o
 from fedcb2o import Agent, dataset, datasets
-from fedcb2o.data import owner_table, samples_and_labels
+from fedcb2o.data import owner_table
 from fedcb2o.errors import ConfigError, DataError
 
 N = 24
@@ -34,37 +35,35 @@ class Rows:
         return self.rows[k]
 
 
+class ClassLabel:
+    """Stand-in for `datasets.ClassLabel`."""
+
+    def __init__(self, names):
+        self.names = names
+
+
 class HuggingFace(Rows):
     """Stand-in for `datasets.Dataset`: a slice returns decoded columns."""
 
     column_names = ("image", "label")
 
+    def __init__(self, rows, form=None, decode=None, **features):
+        super().__init__(rows)
+        self.format = {"type": form}
+        self.decode = decode or dict
+        self.features = {name: features.get(name) for name in rows[0]}
+
     def with_format(self, kind):
-        raise AssertionError
+        assert kind is None
+        return HuggingFace(self.rows, kind, None, **self.features)
 
     def to_pandas(self):
         raise AssertionError("pandas does not decode images")
 
     def __getitem__(self, rows):
         assert rows == slice(None)
-        return {name: [row[name] for row in self.rows] for name in self.rows[0]}
-
-
-class Picture:
-    """Stand-in for an image of Pillow."""
-
-    def __init__(self, array, mode="L"):
-        self.array = array
-        self.mode = mode
-
-    def getbands(self):
-        return tuple(self.mode)
-
-    def convert(self, mode):
-        return Picture(self.array * 255, mode)
-
-    def __array__(self, dtype=None, copy=None):
-        return self.array
+        decoded = list(map(self.decode, self.rows))
+        return {name: [row[name] for row in decoded] for name in self.rows[0]}
 
 
 def rows(wrap=lambda image: image[None]):
@@ -81,8 +80,8 @@ SOURCES = {
     "list of rows": rows(),
     "columns": {"image": PIXELS[:, None], "label": LABELS, "site": SITES},
     "hugging face": HuggingFace(rows()),
-    "images": Rows(rows(Picture)),
-    "images of hugging face": HuggingFace(rows(Picture)),
+    "images": Rows(rows(Image.fromarray)),
+    "images of hugging face": HuggingFace(rows(Image.fromarray)),
     "tensors": Rows(rows(lambda image: torch.from_numpy(image[None]))),
     "loader": loader(Rows(rows())),
 }
@@ -103,7 +102,7 @@ def test_sources_equal_arrays(source):
     [
         (PIXELS[:, None], LABELS),
         Rows(list(zip(PIXELS[:, None], LABELS, strict=True))),
-        Rows([(Picture(image), int(y)) for image, y in zip(PIXELS, LABELS, strict=True)]),
+        Rows([(Image.fromarray(image), int(y)) for image, y in zip(PIXELS, LABELS, strict=True)]),
         loader(Rows(list(zip(PIXELS[:, None], LABELS, strict=True)))),
         Bunch(data=PIXELS[:, None], target=LABELS, target_names=["a", "b", "c"]),
     ],
@@ -125,10 +124,11 @@ def test_tables_with_several_feature_columns():
     for source in (frame, frame.to_dict("records"), frame.to_dict("list"), frame.to_records()):
         result = dataset(source, columns=columns, owner="site")
         assert result.pool.x.equal(expected.pool.x)
-    with_test_set = dataset(frame, columns=columns, owner="site", x_test=frame, owner_test="site")
-    assert len(with_test_set.test) == N
+    other = frame.assign(age=frame.age + 0.5)
+    with_test_set = dataset(frame, columns=columns, owner="site", x_test=other, owner_test="site")
+    assert with_test_set.owners.test.tolist() == SITES.tolist()
     parts = {f"site {k}": frame[frame.site == k] for k in range(4)}
-    assert datasets(parts, columns=columns, test=frame).owners.names == tuple(parts)
+    assert datasets(parts, columns=columns, test=other).owners.names == tuple(parts)
 
 
 def test_partitions_are_owners():
@@ -136,19 +136,12 @@ def test_partitions_are_owners():
         num_partitions = 4
 
         def load_partition(self, k):
-            return HuggingFace(rows(Picture)[k::4])
+            return HuggingFace(rows(Image.fromarray)[k::4])
 
-    test = (PIXELS[:, None], LABELS)
+    test = (255 - PIXELS[:, None], LABELS)
     data = datasets(Partitioner(), columns=COLUMNS, test=test, test_share=0)
     assert data.owners.names == ("0", "1", "2", "3")
     assert data.owners.pool.tolist() == np.repeat(range(4), 6).tolist()
-
-
-def test_modes_of_images_are_converted():
-    bits = [{"image": Picture(np.eye(2, dtype=np.uint8), "1"), "label": k % 2} for k in range(4)]
-    assert samples_and_labels("x", bits, COLUMNS)[0].max() == 255
-    colours = [{"image": Picture(np.zeros((4, 5, 3), np.uint8), "RGB"), "label": 0}]
-    assert samples_and_labels("x", colours, COLUMNS)[0].shape == (1, 3, 4, 5)
 
 
 class Stream:
@@ -176,9 +169,9 @@ class Stream:
         (Stream(), COLUMNS, "it has no length; give a list of its items"),
         (Rows([]), COLUMNS, "has no column"),
         (
-            [{"image": Picture(PIXELS[0, :k]), "label": 0} for k in (2, 3)],
+            [{"image": Image.fromarray(PIXELS[0, :k]), "label": 0} for k in (2, 3)],
             COLUMNS,
-            r"images of several shapes, such as \(1, 2, 4\) and \(1, 3, 4\): bring them",
+            r"images of several shapes, such as \(1, 2, 4\) .image 0. and \(1, 3, 4\) .image 1.: bring",
         ),
     ],
 )
@@ -255,3 +248,88 @@ def test_real_partitions_of_flower():
     data = fedcb2o.datasets(partitioner, columns=COLUMNS)
     assert len(data.owners.names) == 4
     assert len(data.pool) + len(data.test) == N
+
+
+# --- loaders
+
+STAMPS = [
+    {"x": torch.tensor([float(k), -1.0]), "y": k % 2, "site": "ab"[k // 20]} for k in range(40)
+]
+
+
+def shuffled(items=STAMPS, **options):
+    generator = torch.Generator().manual_seed(0)
+    return torch.utils.data.DataLoader(
+        items, batch_size=8, shuffle=True, generator=generator, **options
+    )
+
+
+@pytest.mark.parametrize("part", ["x", "x_test"])
+def test_samples_and_owners_of_a_shuffled_loader_stay_together(part):
+    options = {"columns": ("x", "y"), "owner": "site"}
+    if part == "x":
+        data = dataset(shuffled(), **options)
+        samples, owners = data.pool, data.owners.pool
+    else:
+        other = [{**row, "x": row["x"] + 0.5} for row in STAMPS]
+        data = dataset(STAMPS, x_test=shuffled(other), owner_test="site", **options)
+        samples, owners = data.test, data.owners.test
+    rows = samples.x[:, 0].int()
+    assert owners.tolist() == (rows >= 20).int().tolist()
+    assert samples.y.tolist() == (rows % 2).tolist()
+
+
+def test_owners_of_each_row_need_a_loader_that_keeps_the_order():
+    owner = np.repeat(["a", "b"], 20)
+    plain = torch.utils.data.DataLoader(STAMPS, batch_size=8)
+    data = dataset(plain, columns=("x", "y"), owner=owner)
+    assert data.owners.pool.equal(dataset(STAMPS, columns=("x", "y"), owner="site").owners.pool)
+    for loader in (shuffled(), shuffled([(row["x"], row["y"]) for row in STAMPS])):
+        columns = ("x", "y") if isinstance(loader.dataset[0], dict) else None
+        with pytest.raises(
+            DataError, match="`x` is a loader that changes the order of its samples"
+        ):
+            dataset(loader, columns=columns, owner=owner)
+
+
+def test_a_loader_is_read_once_and_whole():
+    class Counting(torch.utils.data.IterableDataset):
+        passes = 0
+
+        def __iter__(self):
+            self.passes += 1
+            return iter(STAMPS)
+
+    source = Counting()
+    loader = torch.utils.data.DataLoader(source, batch_size=7)
+    assert len(dataset(loader, columns=("x", "y"), owner="site", test_share=0.5).pool) == 20
+    assert source.passes == 1
+    with pytest.warns(UserWarning, match="leaves out its last 4 samples: set drop_last=False"):
+        dataset(
+            torch.utils.data.DataLoader(STAMPS, batch_size=9, drop_last=True), columns=("x", "y")
+        )
+
+
+def test_a_loader_without_batches_has_samples():
+    pairs = [(row["x"], row["y"]) for row in STAMPS]
+    expected = dataset(pairs).pool.x
+    assert dataset(torch.utils.data.DataLoader(pairs, batch_size=None)).pool.x.equal(expected)
+    batches = [list(range(20)), list(range(20, 40))]
+    assert dataset(torch.utils.data.DataLoader(pairs, batch_sampler=batches)).pool.x.equal(expected)
+    rows = torch.utils.data.DataLoader(STAMPS, batch_size=None)
+    assert dataset(rows, columns=("x", "y")).pool.x.equal(expected)
+
+
+def test_batches_of_several_shapes_are_refused():
+    batches = [(torch.zeros(2, 3), torch.tensor([0, 1])), (torch.zeros(2, 4), torch.tensor([0, 1]))]
+    with pytest.raises(
+        DataError, match=r"batches of samples of several shapes, such as \(3,\) and \(4,\)"
+    ):
+        dataset(torch.utils.data.DataLoader(batches, batch_size=None))
+
+
+def test_owners_may_give_columns_and_bunches():
+    tables = [{"image": x[:, None], "label": LABELS} for x in (PIXELS, 255 - PIXELS)]
+    assert len(datasets(tables, columns=COLUMNS, test_share=0.5).pool) == 24
+    bunches = [Bunch(data=table["image"], target=table["label"]) for table in tables]
+    assert datasets(bunches, test_share=0.5).pool.x.shape == (24, 1, 4, 4)

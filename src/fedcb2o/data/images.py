@@ -1,0 +1,83 @@
+"""Images of Pillow as arrays [channels, height, width].
+
+Example:
+    >>> from PIL import Image
+    >>> pixels, mode = to_array("x", [Image.new("RGB", (4, 2)), Image.new("P", (4, 2))])
+    >>> pixels.shape, mode
+    ((2, 3, 2, 4), 'RGB')
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pandas as pd
+from numpy.typing import NDArray
+
+from fedcb2o.errors import DataError
+
+_MODES = {"1": "L", "P": "RGB", "PA": "RGBA"}
+"""Modes whose pixels are bits or numbers of colours, and the modes that replace them."""
+
+
+def has_images(values: Any) -> bool:
+    """Return whether values are a list, an array or a column whose first item is an image."""
+    if not isinstance(values, Sequence | pd.Series | np.ndarray) or isinstance(values, str | bytes):
+        return False
+    if isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype != object):
+        return False
+    return len(values) > 0 and _is_image(next(iter(values)))
+
+
+def to_array(name: str, values: Any) -> tuple[NDArray[Any], str]:
+    """Return images as one array [n, channels, height, width], and their mode.
+
+    Images are upright, turned by their EXIF tag. Bytes stay bytes, images of 16 bits become numbers
+    from 0 to 1, as bytes are when a network reads them. DataError is raised for several sizes or
+    modes, because channels of two modes are not the same colours.
+    """
+    arrays = []
+    modes = []
+    for k, image in enumerate(values):
+        if not _is_image(image):
+            raise DataError(
+                f"`{name}` has an image of Pillow in sample 0 and a {type(image).__name__} in"
+                f" sample {k}: give images of Pillow alone, or arrays (numpy.asarray)"
+            )
+        try:
+            array, mode = _read(image)
+        except (OSError, SyntaxError) as error:  # a damaged or closed file
+            raise DataError(f"`{name}`: image {k} cannot be read ({error})") from error
+        arrays.append(array)
+        modes.append(mode)
+
+    for kind, found in (("mode", modes), ("shape", [array.shape for array in arrays])):
+        other = next((k for k, value in enumerate(found) if value != found[0]), None)
+        if other is not None:
+            raise DataError(
+                f"`{name}` has images of several {kind}s, such as {found[0]} (image 0) and"
+                f" {found[other]} (image {other}): bring them to one size (`.resize`) and mode"
+                " (`.convert`)"
+            )
+    return np.stack(arrays), modes[0]
+
+
+def _read(image: Any) -> tuple[NDArray[Any], str]:
+    """Return the pixels of an image [channels, height, width], and the mode that they have."""
+    from PIL import ImageOps  # slow to import
+
+    upright = ImageOps.exif_transpose(image)
+    mode = _MODES.get(upright.mode, upright.mode)
+    if mode != upright.mode:
+        # By way of RGBA, because Pillow warns of palettes with transparency.
+        steps = ("RGBA", mode) if "transparency" in upright.info else (mode,)
+        for step in steps:
+            upright = upright.convert(step)
+    array = np.asarray(upright)
+    if mode.startswith("I;16"):
+        array = array.astype(np.float32) / 65535
+    return (array[None] if array.ndim == 2 else np.moveaxis(array, -1, 0)), mode
+
+
+def _is_image(value: Any) -> bool:
+    return hasattr(value, "getbands") and hasattr(value, "convert")

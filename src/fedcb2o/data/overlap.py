@@ -1,0 +1,85 @@
+"""Samples that two parts of a data set have in common, such as test samples to train on.
+
+Example:
+    >>> import torch
+    >>> pool = torch.arange(200.0).reshape(100, 2)
+    >>> count_shared(pool[:10], pool)
+    10
+"""
+
+from typing import Any
+
+import numpy as np
+from jaxtyping import Shaped
+from numpy.typing import NDArray
+from torch import Tensor
+
+_NUM_PROBED = 16
+"""Values of a sample that find candidates, so that large data sets are compared in little time."""
+_MAX_BLOCK_BYTES = 2**22
+_MAX_ROWS = 2048
+_MAX_COLUMNS = 1024
+"""Rows that are compared in all values, and from which, with columns, chance is estimated."""
+_LEAST_SHARE = 0.01
+"""Share of shared samples from which they matter."""
+
+
+def count_shared(part: Shaped[Tensor, "n *d"], other: Shaped[Tensor, "m *d"]) -> int:
+    """Return the number of samples in a part that equal a sample of the other part.
+
+    The number is 0 if it is below a hundredth of the part, or little above what chance gives, as
+    for tables of few different values. Above 2048 samples that seem equal it is an estimate.
+    """
+    if not len(part) or not len(other) or part.dtype != other.dtype:
+        return 0
+    rows = part.flatten(1).numpy() if part.ndim > 1 else part.numpy()[:, None]
+    others = other.flatten(1).numpy() if other.ndim > 1 else other.numpy()[:, None]
+    width = rows.shape[1]
+    probed = np.unique(np.linspace(0, width - 1, _NUM_PROBED).astype(np.int64))
+    hashes, other_hashes = _hashes(rows[:, probed]), _hashes(others[:, probed])
+    candidates = np.flatnonzero(np.isin(hashes, other_hashes))
+    count = len(candidates)
+    if count and width > len(probed):
+        # Some samples that agree in the probed values are compared in all.
+        candidates = candidates[:: -(-count // _MAX_ROWS)]
+        counterparts = others[np.isin(other_hashes, hashes[candidates])]
+        is_equal = np.isin(_hashes(rows[candidates]), _hashes(counterparts))
+        count = round(count * float(is_equal.mean()))
+    if count < _LEAST_SHARE * len(rows):
+        return 0
+    return count if count > 10 * len(rows) * len(others) * _coincidence(others, count) else 0
+
+
+def _hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
+    """Return a hash of 64 bits of each row."""
+    width = -(-rows.shape[1] * rows.itemsize // 8)
+    # Odd factors, the same in each call. Shifts mix the high bits, such as signs, into the others.
+    factors = np.random.default_rng(0).integers(2**62, size=width, dtype=np.uint64) * 2 + 1
+    hashes = np.empty(len(rows), np.uint64)
+    block = max(1, _MAX_BLOCK_BYTES // (8 * width))
+    for start in range(0, len(rows), block):
+        values = np.ascontiguousarray(rows[start : start + block])
+        if values.dtype.kind == "f":
+            values = values + 0.0  # -0.0 equals 0.0
+        words = np.zeros((len(values), 8 * width), np.uint8)
+        words[:, : values.shape[1] * values.itemsize] = values.view(np.uint8)
+        mixed = words.view(np.uint64)
+        mixed = (mixed ^ (mixed >> 31)) * factors
+        hashes[start : start + block] = (mixed ^ (mixed >> 29)).sum(1, dtype=np.uint64)
+    return hashes
+
+
+def _coincidence(rows: NDArray[Any], count: int) -> float:
+    """Return the probability that two random rows are equal, if columns are independent.
+
+    Columns are looked at until it is far below what explains `count`.
+    """
+    rows = rows[:: -(-len(rows) // _MAX_ROWS)]
+    step = max(1, rows.shape[1] // _MAX_COLUMNS)
+    probability = 1.0
+    for column in rows.T[::step]:
+        _, counts = np.unique(column, return_counts=True)
+        probability *= float(((counts / len(rows)) ** 2).sum())
+        if probability < 1e-12:
+            break
+    return probability
