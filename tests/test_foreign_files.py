@@ -14,7 +14,7 @@ import pytest
 
 from fedcb2o import pretrained, records
 from fedcb2o.data import downloads
-from fedcb2o.data.sets._emnist import RELEASE
+from fedcb2o.data.sets._mnist import EMNIST as RELEASE
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.experiments.grid import bench

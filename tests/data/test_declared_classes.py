@@ -186,7 +186,7 @@ def test_several_columns_of_arrays_are_refused():
 class DatasetDict(dict):
     """Stand-in for `datasets.DatasetDict`."""
 
-    column_names = {}
+    column_names = ()
 
     def with_format(self, kind):
         raise AssertionError

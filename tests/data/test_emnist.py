@@ -20,7 +20,7 @@ from tests.data.image_files import at, idx, md5, names, served
 from fedcb2o.data import emnist, rotate
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import default_folder
-from fedcb2o.data.sets._emnist import RELEASE
+from fedcb2o.data.sets._mnist import EMNIST as RELEASE
 from fedcb2o.errors import ConfigError, DataError
 
 REAL = os.environ.get("FEDCB2O_EMNIST")
@@ -122,7 +122,7 @@ def test_letters_are_the_classes_after_the_ten_digits(tmp_path):
 def test_files_longer_than_a_block_are_read(tmp_path, monkeypatch):
     folder = write(tmp_path, contents())
     expected = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
-    monkeypatch.setattr(importlib.import_module("fedcb2o.data.idx"), "IMAGES_PER_BLOCK", 10)
+    monkeypatch.setattr(importlib.import_module("fedcb2o.data.sets._mnist"), "IMAGES_PER_BLOCK", 10)
     blocks = emnist(data_dir=folder, train_per_class=2, test_per_class=1)
     assert torch.equal(blocks.pool.x, expected.pool.x)
     assert torch.equal(blocks.test.x, expected.test.x)
@@ -445,7 +445,7 @@ KILLED_DOWNLOAD = """
 import os, signal, sys
 from pathlib import Path
 from fedcb2o.data import downloads
-from fedcb2o.data.sets._emnist import RELEASE
+from fedcb2o.data.sets._mnist import EMNIST as RELEASE
 
 with downloads._staging(RELEASE, Path(sys.argv[1])) as folder:
     (folder / "gzip.zip").write_bytes(bytes(1000))

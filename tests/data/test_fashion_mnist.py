@@ -16,13 +16,13 @@ from tests.tiny import run_cli
 from fedcb2o.data import fashion_mnist, mnist
 from fedcb2o.data.downloads import download, import_files
 from fedcb2o.data.release import Release
-from fedcb2o.data.sets._fashion_mnist import RELEASE
-from fedcb2o.data.sets._mnist import RELEASE as MNIST
+from fedcb2o.data.sets._mnist import FASHION_MNIST as RELEASE
+from fedcb2o.data.sets._mnist import MNIST
 from fedcb2o.errors import DataError
 
 PACKAGED = RELEASE.system_folder or Path()
 LABELS = "t10k-labels-idx1-ubyte.gz"
-MODULE = sys.modules["fedcb2o.data.sets._fashion_mnist"]  # the package has a function of this name
+MODULE = sys.modules["fedcb2o.data.sets._mnist"]  # the package has a function of this name
 HEADER = 10  # bytes of a gzip file without a name
 
 
@@ -80,7 +80,7 @@ def test_mnist_and_fashion_mnist_are_not_confused_or_overwritten(tmp_path, read,
 def test_files_of_a_package_are_read_unless_own_files_exist(tmp_path, monkeypatch):
     packaged, own_folder = write(tmp_path / "packaged", contents(train=2)), tmp_path / "own"
     monkeypatch.setenv("FEDCB2O_DATA", str(own_folder))
-    monkeypatch.setattr(MODULE, "RELEASE", replace(RELEASE, system_folder=packaged))
+    monkeypatch.setattr(MODULE, "FASHION_MNIST", replace(RELEASE, system_folder=packaged))
     assert len(fashion_mnist().pool) == 20
     assert f"4 files in {packaged}" in run_cli("data", "fashion_mnist").out  # nothing is fetched
     assert (
@@ -107,7 +107,7 @@ def test_download(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDCB2O_DATA", str(tmp_path))
     with served(bodies) as address:
         monkeypatch.setattr(
-            MODULE, "RELEASE", at(replace(RELEASE, system_folder=None), address, bodies)
+            MODULE, "FASHION_MNIST", at(replace(RELEASE, system_folder=None), address, bodies)
         )
         result = run_cli("data", "fashion_mnist")
     assert result.status == 0

@@ -10,7 +10,7 @@ from tests.data.image_files import at, contents, names, served, write
 
 from fedcb2o.data import mnist
 from fedcb2o.data.downloads import download, import_files
-from fedcb2o.data.sets._mnist import RELEASE
+from fedcb2o.data.sets._mnist import MNIST as RELEASE
 from fedcb2o.errors import DataError
 
 REAL = os.environ.get("FEDCB2O_MNIST")

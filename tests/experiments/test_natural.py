@@ -292,3 +292,17 @@ def test_the_limit_of_claimed_samples_is_the_largest_possible_count():
     assert prepare_seed(load(natural()), 0, with_global()).spec.max_samples == 30 - 8
     capped = {**EXPERIMENT["agents"], "benign_samples": 9, "malicious_samples": 12}
     assert prepare_seed(load(natural(agents=capped)), 0, with_global()).spec.max_samples == 12
+
+
+def test_the_owners_set_the_number_of_agents(tmp_path):
+    agents = {"malicious": 1, "budget": 3}
+    run = fedcb2o.run(natural(agents=agents), out=tmp_path / "counted", workers=1)
+    assert run.config["agents"]["benign"] == 3
+    expected = fedcb2o.run(EXPERIMENT, out=tmp_path / "given", workers=1)
+    assert run.records.equals(expected.records)
+    with pytest.raises(ConfigError, match=r"`agents.malicious` = 4, and the data have 4 owners"):
+        fedcb2o.run(natural(agents={**agents, "malicious": 4}), out=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"`agents.budget` must be between 1 and .* = 3, got 9"):
+        fedcb2o.run(natural(agents={**agents, "budget": 9}), out=tmp_path / "none")
+    with pytest.raises(ConfigError, match=r"`agents.benign` is missing: .* only data with owners"):
+        fedcb2o.run(natural(agents=agents, data={"name": "digits"}), out=tmp_path / "none")

@@ -22,7 +22,12 @@ from torch import Tensor
 
 FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
-    ["tests.peer.nodes", "fedcb2o.peer.node._node", "fedcb2o.data.sets._digits", "sklearn.datasets"]
+    [
+        "tests.peer.nodes",
+        "fedcb2o.peer.node._node",
+        "fedcb2o.data.sets._scikit_learn",
+        "sklearn.datasets",
+    ]
 )
 
 

@@ -525,8 +525,8 @@ def test_a_report_can_be_made_from_its_summary_alone(view, tmp_path):
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (gzip.compress(bytes(2**20)), "unpacks to more than 2000 bytes"),
-        (gzip.compress(bytes(100))[:-10], "cannot be read"),
+        (gzip.compress(bytes(2**20), mtime=0), "unpacks to more than 2000 bytes"),
+        (gzip.compress(bytes(100), mtime=0)[:-10], "cannot be read"),
         (b"no gzip", "cannot be read"),
     ],
 )

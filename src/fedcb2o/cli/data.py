@@ -24,23 +24,23 @@ _DataDirOption = Annotated[
 
 def emnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get EMNIST (Cohen et al. 2017): a download, IDX files or gzip.zip."""
-    from fedcb2o.data.sets._emnist import RELEASE
+    from fedcb2o.data.sets._mnist import EMNIST
 
-    return _get(RELEASE, source, data_dir, "emnist-small-fedassay")
+    return _get(EMNIST, source, data_dir, "emnist-small-fedassay")
 
 
 def mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get MNIST (LeCun et al. 1998): a download or IDX files."""
-    from fedcb2o.data.sets._mnist import RELEASE
+    from fedcb2o.data.sets._mnist import MNIST
 
-    return _get(RELEASE, source, data_dir, "digits-fedassay --set data.name=mnist")
+    return _get(MNIST, source, data_dir, "digits-fedassay --set data.name=mnist")
 
 
 def fashion_mnist(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:
     """Get Fashion-MNIST (Xiao et al. 2017): a download or IDX files."""
-    from fedcb2o.data.sets._fashion_mnist import RELEASE
+    from fedcb2o.data.sets._mnist import FASHION_MNIST
 
-    return _get(RELEASE, source, data_dir, "digits-fedassay --set data.name=fashion_mnist")
+    return _get(FASHION_MNIST, source, data_dir, "digits-fedassay --set data.name=fashion_mnist")
 
 
 def cifar10(source: _SourceOption = None, data_dir: _DataDirOption = None) -> Path:

@@ -152,13 +152,13 @@ def run(
 
     Example: fedcb2o run digits-fedassay --set algorithm.alpha=10 --seeds 0,1,2 --out runs/mine
     """
-    from fedcb2o.experiments.config.loading import load
+    from fedcb2o.experiments.config.datasets import load_for_data
     from fedcb2o.experiments.runs._progress import Progress
     from fedcb2o.experiments.runs._runner import run as run_experiment
 
     set_verbosity(verbose=verbose, quiet=quiet)
     settings = _command_settings(changes, seeds, device)
-    loaded = [load(name, settings) for name in experiments]
+    loaded = [load_for_data(name, settings, data_dir) for name in experiments]
     # All experiments are loaded first: a typing error in the last one must not follow hours of
     # runs.
     jobs = _plan_runs(loaded, out, with_counterparts=clean_twin, with_baselines=local_baseline)

@@ -8,16 +8,14 @@ Example:
     10
 """
 
-from fedcb2o.data import skews, transforms
+from fedcb2o.data import sets, skews, transforms
 from fedcb2o.data._dataset import (
     Dataset,
     DatasetNames,
     Owners,
     Shard,
     features,
-    group_members,
     hold_out,
-    stratified_mask,
 )
 from fedcb2o.data._partition import (
     Population,
@@ -39,21 +37,7 @@ from fedcb2o.data._sample_format import (
 from fedcb2o.data.inputs import dataset, datasets
 from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.release import Release, default_folder, user_folder
-from fedcb2o.data.sets import (
-    arrays,
-    breast_cancer,
-    cifar10,
-    diabetes,
-    digits,
-    docstrings,
-    emnist,
-    fashion_mnist,
-    fashion_shops,
-    mnist,
-    owner_table,
-    text,
-    typefaces,
-)
+from fedcb2o.data.sets import *  # noqa: F403
 from fedcb2o.data.sets._text import tokenise
 from fedcb2o.data.transforms import ClusterTransform, ClusterView, rotate
 
@@ -69,39 +53,25 @@ __all__ = [
     "SampleValues",
     "Shard",
     "ValueRange",
-    "arrays",
-    "breast_cancer",
     "brightness",
     "channels_last_hint",
-    "cifar10",
     "dataset",
     "datasets",
     "default_folder",
-    "diabetes",
-    "digits",
-    "docstrings",
-    "emnist",
-    "fashion_mnist",
-    "fashion_shops",
     "features",
-    "group_members",
     "hold_out",
     "match_samples",
-    "mnist",
-    "owner_table",
     "partition",
     "partition_by_owner",
     "pixel_range",
     "rotate",
     "sample_values",
     "skews",
-    "stratified_mask",
-    "text",
     "tokenise",
     "transforms",
-    "typefaces",
     "user_folder",
     "using_range",
     "validation_mask",
     "value_range",
 ]
+__all__ += sets.__all__

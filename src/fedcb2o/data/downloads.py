@@ -28,9 +28,9 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from fedcb2o.data.idx import identify_lookalike
 from fedcb2o.data.release import Release, find_files, find_plain_or_gzip
 from fedcb2o.data.sets import cifar10, emnist, fashion_mnist, mnist
+from fedcb2o.data.sets._mnist import identify_lookalike
 from fedcb2o.errors import DataError
 from fedcb2o.safe_files import is_own_folder
 from fedcb2o.safe_stdio import safe_streams

@@ -179,7 +179,7 @@ def resolve_classes(
     labels: Sequence[NDArray[Any]],
     class_names: Iterable[str] | Mapping[Any, str] | None,
 ) -> Classes:
-    """Number the labels of all parts from 0 on, and name the classes.
+    """Convert the labels of all parts to numbers from 0 on, and name the classes.
 
     The names are the user's, or those that the parts declare, or the labels in ascending order.
     DataError is raised if the labels of the parts do not fit together or do not fit the names.
@@ -236,38 +236,49 @@ def _by_declared_names(
     The order is that of the source with all names, or else that of their letters. Words count as
     names. Numbers of a part without names are those of the only order.
     """
-    vocabularies: list[tuple[str, ...]] = []
-    for part, values in zip(parts, labels, strict=True):
-        if values.dtype.kind == "U":
-            vocabularies.append(tuple(np.unique(values).tolist()))
-            continue
+    is_words = [values.dtype.kind == "U" for values in labels]
+    vocabularies = []
+    for part, values, has_words in zip(parts, labels, is_words, strict=True):
         vocabulary = tuple(map(names.to_nfc, part.classes))
+        if has_words:
+            vocabulary = tuple(np.unique(values).tolist())
+        elif vocabulary:
+            _check_labels_have_names(part, values, len(vocabulary))
         vocabularies.append(vocabulary)
-        unnamed = values[(values < 0) | (values >= len(vocabulary))] if vocabulary else ()
-        if len(unnamed):
-            meaning = "means that there is no label" if unnamed[0] == -1 else "has no name"
-            raise DataError(
-                f"`{part.y_name}` has {len(unnamed)} samples with the label {unnamed[0]}, which"
-                f" {meaning}: the data set names the labels 0 to {len(vocabulary) - 1}. Leave them"
-                " out (`.filter`), or give `class_names`"
-            )
+
     declared = [vocabulary for vocabulary in vocabularies if vocabulary]
     common = max(declared, key=len)
     if not all(set(vocabulary) <= set(common) for vocabulary in declared):
         common = tuple(sorted(set().union(*declared)))
-    numbered = []
+    orders = {v for v, has_words in zip(vocabularies, is_words, strict=True) if v and not has_words}
+    numbered: list[NDArray[Any]] = []
     for part, values, vocabulary in zip(parts, labels, vocabularies, strict=True):
-        if not vocabulary and len(set(declared)) > 1:
+        if vocabulary:
+            places = np.array([common.index(name) for name in vocabulary])
+            is_word = values.dtype.kind == "U"
+            numbered.append(
+                places[np.searchsorted(vocabulary, values) if is_word else values.astype(int)]
+            )
+        elif orders == {common}:
+            numbered.append(values)
+        else:
             raise DataError(
                 f"`{part.y_name}` has numbers as labels, and the other data sets name their classes"
                 " in different orders: give words as labels"
             )
-        places = np.array([common.index(name) for name in vocabulary or common])
-        is_words = values.dtype.kind == "U"
-        index = np.unique(values, return_inverse=True)[1] if is_words else values.astype(np.int64)
-        is_known = (index >= 0) & (index < len(places))
-        numbered.append(places[index] if is_known.all() else index)
     return numbered, common
+
+
+def _check_labels_have_names(part: Part, labels: NDArray[Any], count: int) -> None:
+    """Raise DataError for numbers that are no place among `count` names."""
+    unnamed = labels[(labels < 0) | (labels >= count)]
+    if len(unnamed):
+        meaning = "means that there is no label" if unnamed[0] == -1 else "has no name"
+        raise DataError(
+            f"`{part.y_name}` has {len(unnamed)} samples with the label {unnamed[0]}, which"
+            f" {meaning}: the data set names the labels 0 to {count - 1}. Leave them out"
+            " (`.filter`), or give `class_names`"
+        )
 
 
 def check_owners(parts: Sequence[Part], sizes: Sequence[int]) -> Owners:

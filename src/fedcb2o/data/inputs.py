@@ -101,7 +101,8 @@ def dataset(
         parts.append(read)
 
     checked = check_parts(parts, class_names, numbers=numbers, exact=standardise)
-    pool, test = [*checked.shards, None][:2]
+    pool = checked.shards[0]
+    test = None if x_test is None else checked.shards[1]
     owners = None
     if owner is not None:
         owners = input_validation.check_owners(parts, [len(shard) for shard in checked.shards])
@@ -238,7 +239,8 @@ def check_parts(
     invalid samples or labels, and for parts that do not fit together.
     """
     # 1. One order of columns, and images of one mode.
-    x_names, y_names = ([part[k] for part in parts] for k in (1, 2))
+    x_names = [part.x_name for part in parts]
+    y_names = [part.y_name for part in parts]
     xs = input_arrays.match_columns(x_names, [part.x for part in parts])
     ys = input_arrays.match_columns(y_names, [part.y for part in parts])
     modes: dict[str, str] = {}

@@ -4,8 +4,8 @@ Readers keep the first images of each class, in the order of the files. Only the
 block of a file are in memory.
 
 Example:
-    >>> from fedcb2o.data.sets._mnist import RELEASE
-    >>> RELEASE.file_names[1]
+    >>> from fedcb2o.data.sets._mnist import MNIST
+    >>> MNIST.file_names[1]
     'train-labels-idx1-ubyte'
 """
 

@@ -118,8 +118,8 @@ def _read_rows(part: Part, columns: Any) -> Part:
     items = list(_items(label, source))
     for item in items:
         if isinstance(item, Mapping):
-            keys = ", ".join(map(repr, item))
-            raise DataError(f"{label} has items that are mappings, with the keys {keys}: {_HOW}")
+            listed = ", ".join(map(repr, item))
+            raise DataError(f"{label} has items that are mappings, with the keys {listed}: {_HOW}")
         if not isinstance(item, tuple | list) or len(item) != 2:
             raise DataError(
                 f"{label} must be a pair of samples and labels, (x, y), or have items (x, y): its"

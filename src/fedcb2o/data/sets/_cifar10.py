@@ -22,21 +22,11 @@ from fedcb2o.data.release import (
 )
 from fedcb2o.errors import DataError
 
+_CLASSES = "airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck"
 RELEASE = Release(
     name="cifar10",
     title="CIFAR-10",
-    class_names=(
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    ),
+    class_names=tuple("airplane,automobile,bird,cat,deer,dog,frog,horse,ship,truck".split()),
     shape=(3, 32, 32),
     prefixes=("", "cifar-10-batches-bin/"),
     file_names=(*(f"data_batch_{i}.bin" for i in range(1, 6)), "test_batch.bin"),

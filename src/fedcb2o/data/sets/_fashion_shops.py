@@ -9,7 +9,7 @@ import numpy as np
 
 from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.inputs import dataset
-from fedcb2o.data.sets._fashion_mnist import fashion_mnist
+from fedcb2o.data.sets._mnist import fashion_mnist
 from fedcb2o.data.skews import dirichlet
 from fedcb2o.errors import ConfigError
 from fedcb2o.rng import stream

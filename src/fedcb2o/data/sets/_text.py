@@ -129,7 +129,7 @@ def tokenise(
             raise ConfigError(f"`data.{name}` must be at least {least}, got {value}")
     tokens = pretrained.tokenizer(base, vocabulary)
     table = as_table(passages)
-    entries = passages if table is None else table.to_dict("records")
+    entries: Iterable[Any] = passages if table is None else table.to_dict("records")
     read = [
         entry if isinstance(entry, Passage) else _passage(entry, f"row {number}")
         for number, entry in enumerate(entries)

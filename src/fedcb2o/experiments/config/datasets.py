@@ -9,6 +9,7 @@ import dataclasses
 import logging
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,12 +35,45 @@ from fedcb2o.data import (
 from fedcb2o.data._sample_format import TOKEN_TYPES
 from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.experiments.config.loading import load, read_settings
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
 
 _LOGGER = logging.getLogger(__name__)
+_LARGEST_COUNT = 10_000
 _OWNER_TENSORS = ("pool", "test", "validates")
+
+
+def load_for_data(
+    source: str | Path | Mapping[str, Any] | Experiment,
+    changes: Mapping[str, Any] | None,
+    data_dir: Path | None,
+) -> Experiment:
+    """Load an experiment; without `agents.benign`, each owner of its data is an agent.
+
+    The data set is read to count its owners. Those that `agents.malicious` does not take are
+    benign. Data without owners are a ConfigError.
+    """
+    agents = read_settings(source, changes)[0].get("agents")
+    if not isinstance(agents, Mapping) or "benign" in agents:
+        return load(source, changes)
+    # Any number serves to name the functions of the experiment and to check their parameters.
+    clusters = {"agents.num_clusters": agents.get("num_clusters", 1)}
+    counted = {**(changes or {}), **clusters, "agents.benign": _LARGEST_COUNT}
+    provisional = load(source, counted)
+    owners = load_dataset(provisional, data_dir).names.owners
+    if not owners:
+        raise ConfigError(
+            "the key `agents.benign` is missing: the number of benign agents in each cluster (only"
+            " data with owners need none)"
+        )
+    malicious = provisional.agents.num_malicious
+    if malicious >= len(owners):
+        raise ConfigError(
+            f"`agents.malicious` = {malicious}, and the data have {len(owners)} owners: take fewer"
+        )
+    return load(source, {**counted, "agents.benign": len(owners) - malicious})
 
 
 def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:

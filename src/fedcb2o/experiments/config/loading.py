@@ -45,6 +45,22 @@ def load(
     Raises:
         ConfigError: With one line that names the key, the value and the cure.
     """
+    table, where = read_settings(source, changes)
+    try:
+        experiment = Experiment.model_validate(table)
+    except ValidationError as error:  # pydantic's own text has many lines
+        raise ConfigError(f"{where}: {describe_error(error, table)}") from None
+    if experiment.title:
+        return experiment
+    resolved = experiment.resolved
+    title = algorithm_title(experiment.algorithm, resolved.method, resolved.algorithm)
+    return experiment.model_copy(update={"title": title})
+
+
+def read_settings(
+    source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], str]:
+    """Return the settings of an experiment with its changes, not validated, and their origin."""
     if not isinstance(source, str | Path | Mapping | Experiment):
         raise ConfigError(
             "an experiment is a preset's name, a file FILE.toml, a mapping or an Experiment, "
@@ -72,15 +88,7 @@ def load(
     if changes:
         where += " with changes"
     table.setdefault("title", table.get("name", ""))
-    try:
-        experiment = Experiment.model_validate(table)
-    except ValidationError as error:  # pydantic's own text has many lines
-        raise ConfigError(f"{where}: {describe_error(error, table)}") from None
-    if experiment.title:
-        return experiment
-    resolved = experiment.resolved
-    title = algorithm_title(experiment.algorithm, resolved.method, resolved.algorithm)
-    return experiment.model_copy(update={"title": title})
+    return table, where
 
 
 _UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")

@@ -16,8 +16,7 @@ from fedcb2o import tracking
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments
-from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.datasets import load_dataset, load_for_data
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs import _remote_runs
 from fedcb2o.experiments.runs._cluster_backend import (
@@ -96,10 +95,11 @@ def run(
     _check_arguments(out, data_dir, workers, watch, cluster, blocks)
     targets = tracking.validate_targets(track)
     changes = None if seeds is None else {"seeds": arguments.parse_seeds(seeds)}
-    experiment = load(experiment, changes)
+    data_folder = None if data_dir is None else Path(data_dir)
+    experiment = load_for_data(experiment, changes, data_folder)
     folder = Path("runs") / experiment.name if out is None else Path(out)
     limit = None if memory is None else parse_size(memory)
-    dataset = load_dataset(experiment, None if data_dir is None else Path(data_dir))
+    dataset = load_dataset(experiment, data_folder)
     workers = _check_workers(experiment, workers)
     note = beta_note(experiment.resolved.algorithm, experiment.agents.malicious_share)
     if note:
