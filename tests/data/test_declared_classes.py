@@ -93,6 +93,14 @@ def test_names_of_the_user_and_other_labels_come_first():
     assert dataset(Folder(["a", "a"])).class_names == ("0", "1")
 
 
+@pytest.mark.parametrize(
+    ("numbers", "expected"),
+    [({"cat": 1, "dog": 0}, ("dog", "cat")), ({"cat": 0, "dog": 0, "ant": 1}, ("0", "1"))],
+)
+def test_the_numbers_of_a_folder_come_before_its_order(numbers, expected):
+    assert dataset(Folder(["cat", "dog"], class_to_idx=numbers)).class_names == expected
+
+
 def test_a_class_without_samples_keeps_its_place():
     data = dataset(Subset(PETS, np.flatnonzero(PETS.y != 1)))
     assert data.class_names == ("dog", "cat", "bird")
@@ -140,6 +148,42 @@ def test_class_labels_are_the_names_in_their_order():
     part = hub(decode=lambda row: {**row, "image": row["image"].rotate(90)})
     parts = datasets({"a": hub(), "b": {"train": part}}, columns=COLUMNS, test_share=0.5)
     assert parts.class_names == ("World", "Sports")
+
+
+@pytest.mark.parametrize(
+    "wrap", [lambda source: source, lambda source: DataLoader(Decoded(source), batch_size=5)]
+)
+def test_owners_have_the_names_of_their_column(wrap):
+    sites = [3 * [k] for k in (2, 0, 1, 0)]
+    rows = [
+        {"x": [float(k), -1.0], "label": k % 2, "site": np.concatenate(sites)[k % 12]}
+        for k in range(N)
+    ]
+    source = HuggingFace(rows, site=ClassLabel(["north", "south", "east"]))
+    data = dataset(wrap(source), columns=("x", "label"), owner="site")
+    assert data.owners.names == ("east", "north", "south")
+    names = np.array(["north", "south", "east"])[np.concatenate(sites)]
+    owners = [data.owners.names[k] for k in data.owners.pool]
+    assert owners == [names[int(x) % 12] for x in data.pool.x[:, 0]]
+    rows[3]["site"] = -1
+    with pytest.raises(
+        DataError, match="`x` has samples without an owner, of the number -1 in 'site'"
+    ):
+        dataset(wrap(source), columns=("x", "label"), owner="site")
+
+
+class Decoded:
+    """Data set of Hugging Face whose rows are read one by one."""
+
+    def __init__(self, source):
+        self.source, self.features = source, source.features
+
+    def __len__(self):
+        return N
+
+    def __getitem__(self, k):
+        row = self.source.rows[k]
+        return {**row, "x": torch.tensor(row["x"])}
 
 
 def test_the_label_for_no_label_is_refused():
@@ -199,5 +243,5 @@ def test_several_splits_are_refused_with_the_cure():
         dataset(splits, columns=COLUMNS)
     with pytest.raises(DataError, match=cure):
         dataset(splits)
-    with pytest.raises(DataError, match="give one of them, such as x_test=splits"):
+    with pytest.raises(DataError, match=r"`x_test` has no column 'image'. It is several data sets"):
         dataset(hub(), columns=COLUMNS, x_test=splits)

@@ -26,13 +26,24 @@ def object_array(values):
     return array
 
 
+class Pictures:
+    """Data set whose items are images."""
+
+    def __len__(self):
+        return len(PICTURES)
+
+    def __getitem__(self, k):
+        return PICTURES[k]
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
         (PICTURES, LABELS),
         (tuple(PICTURES), LABELS),
         (object_array(PICTURES), LABELS),
-        (pd.Series(PICTURES), LABELS),
+        (pd.Series(PICTURES, index=range(5, 17)), LABELS),
+        (Pictures(), LABELS),
         (list(zip(PICTURES, LABELS, strict=True)),),
         (tuple(zip(PICTURES, LABELS, strict=True)),),
         ((PICTURES, LABELS),),

@@ -304,5 +304,5 @@ def test_the_owners_set_the_number_of_agents(tmp_path):
         fedcb2o.run(natural(agents={**agents, "malicious": 4}), out=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"`agents.budget` must be between 1 and .* = 3, got 9"):
         fedcb2o.run(natural(agents={**agents, "budget": 9}), out=tmp_path / "none")
-    with pytest.raises(ConfigError, match=r"`agents.benign` is missing: .* only data with owners"):
+    with pytest.raises(ConfigError, match=r"`agents.benign` is missing: .* .only data with owners"):
         fedcb2o.run(natural(agents=agents, data={"name": "digits"}), out=tmp_path / "none")

@@ -9,19 +9,8 @@ Example:
 """
 
 from fedcb2o.data import sets, skews, transforms
-from fedcb2o.data._dataset import (
-    Dataset,
-    DatasetNames,
-    Owners,
-    Shard,
-    features,
-    hold_out,
-)
-from fedcb2o.data._partition import (
-    Population,
-    partition,
-    validation_mask,
-)
+from fedcb2o.data._dataset import Dataset, DatasetNames, Owners, Shard, features, hold_out
+from fedcb2o.data._partition import Population, partition, partition_by_owner, validation_mask
 from fedcb2o.data._sample_format import (
     OTHER_SCALE,
     SampleValues,
@@ -35,7 +24,6 @@ from fedcb2o.data._sample_format import (
     value_range,
 )
 from fedcb2o.data.inputs import dataset, datasets
-from fedcb2o.data.natural_partition import partition_by_owner
 from fedcb2o.data.release import Release, default_folder, user_folder
 from fedcb2o.data.sets import *  # noqa: F403
 from fedcb2o.data.sets._text import tokenise

@@ -7,6 +7,7 @@ Example:
     ((2, 3, 2, 4), 'RGB')
 """
 
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from fedcb2o.data.input_arrays import is_dataset
 from fedcb2o.errors import DataError
 
 _MODES = {"1": "L", "P": "RGB", "PA": "RGBA"}
@@ -21,12 +23,14 @@ _MODES = {"1": "L", "P": "RGB", "PA": "RGBA"}
 
 
 def has_images(values: Any) -> bool:
-    """Return whether values are a list, an array or a column whose first item is an image."""
-    if not isinstance(values, Sequence | pd.Series | np.ndarray) or isinstance(values, str | bytes):
+    """Return whether the first item of a list, an array, a column or a data set is an image."""
+    if isinstance(values, str | bytes) or getattr(values, "ndim", 1) != 1:
         return False
-    if isinstance(values, np.ndarray) and (values.ndim != 1 or values.dtype != object):
+    has_items = isinstance(values, Sequence | pd.Series | np.ndarray) or is_dataset(values)
+    try:
+        return has_items and len(values) > 0 and _is_image(next(iter(values)))
+    except Exception:  # a user's data set fails again where it is read, with a message
         return False
-    return len(values) > 0 and _is_image(next(iter(values)))
 
 
 def to_array(name: str, values: Any) -> tuple[NDArray[Any], str]:
@@ -38,7 +42,7 @@ def to_array(name: str, values: Any) -> tuple[NDArray[Any], str]:
     """
     arrays = []
     modes = []
-    for k, image in enumerate(values):
+    for k, image in zip(range(len(values)), values, strict=False):
         if not _is_image(image):
             raise DataError(
                 f"`{name}` has an image of Pillow in sample 0 and a {type(image).__name__} in"
@@ -80,4 +84,5 @@ def _read(image: Any) -> tuple[NDArray[Any], str]:
 
 
 def _is_image(value: Any) -> bool:
-    return hasattr(value, "getbands") and hasattr(value, "convert")
+    pillow = sys.modules.get("PIL.Image")  # imported by whoever has an image
+    return pillow is not None and isinstance(value, pillow.Image)

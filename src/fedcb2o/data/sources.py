@@ -95,7 +95,9 @@ def _read_rows(part: Part, columns: Any) -> Part:
         keys = [*columns, owner] if is_named else [*columns]
         x, y, *owners = _select_all(label, source, keys)
         classes = _declared_classes(label, source, columns[1])
-        return part._replace(x=x, y=y, owner=owners[0] if is_named else owner, classes=classes)
+        if is_named:
+            owner = _named_owners(label, source, owner, owners[0])
+        return part._replace(x=x, y=y, owner=owner, classes=classes)
     if isinstance(source, Mapping) and {"data", "target"} <= source.keys():
         if is_named:
             owner = _select(label, source, owner)
@@ -110,11 +112,11 @@ def _read_rows(part: Part, columns: Any) -> Part:
             raise DataError(f"{label} must be samples and labels, (x, y), got {len(source)} things")
         return part._replace(x=source[0], y=source[1])
 
-    column_names = _column_names(source)
-    if column_names is not None:
-        listed = ", ".join(map(str, column_names))
-        cure = _cure_for_splits(label, source) or _HOW
-        raise DataError(f"{label} has the columns {listed}: {cure}")
+    table = as_table(source)
+    if table is not None or isinstance(source, Mapping) or _is_hugging_face(source):
+        named = getattr(source, "column_names", source) if table is None else table
+        listed = ", ".join(map(str, named))
+        raise DataError(f"{label} has the columns {listed}: {_cure_for_splits(source) or _HOW}")
     items = list(_items(label, source))
     for item in items:
         if isinstance(item, Mapping):
@@ -163,8 +165,9 @@ def _select(label: str, table: Any, key: Any) -> Any:
     if key not in table:
         names = [str(name) for name in table]
         hint = did_you_mean(str(key), names) or f" It has: {', '.join(names)}"
-        cure = _cure_for_splits(label, table)
-        raise DataError(f"{label} has no column {key!r}.{f' {cure}' if cure else hint}")
+        if cure := _cure_for_splits(table):
+            hint = f" {cure}"
+        raise DataError(f"{label} has no column {key!r}.{hint}")
     return table[key]
 
 
@@ -212,7 +215,13 @@ def _columns(label: str, source: Any) -> Mapping[Any, Any]:
 def _items(label: str, source: Any) -> Iterable[Any]:
     """Return the items of a data set, or the batches of a loader."""
     if _is_loader(source):
-        _warn_of_dropped(label, source)
+        drops = getattr(source, "drop_last", False) and hasattr(source.sampler, "__len__")
+        lost = len(source.sampler) % source.batch_size if drops else 0
+        if lost:
+            warnings.warn(
+                f"{label} is a loader that leaves out its last {lost} samples: set drop_last=False",
+                stacklevel=2,
+            )
         return source  # type: ignore[no-any-return]  # it iterates over batches
     if not isinstance(source, Sequence) and not is_dataset(source):
         hint = ""
@@ -268,39 +277,15 @@ def _keeps_order(loader: Any) -> bool:
     return is_plain and type(getattr(loader, "sampler", None)) is SequentialSampler
 
 
-def _warn_of_dropped(label: str, loader: Any) -> None:
-    if not getattr(loader, "drop_last", False) or not hasattr(loader.dataset, "__len__"):
-        return
-    count = len(loader.sampler) % (loader.batch_size or 1)
-    if count:
-        warnings.warn(
-            f"{label} is a loader that leaves out its last {count} samples: set drop_last=False",
-            stacklevel=2,
-        )
-
-
-def _cure_for_splits(label: str, source: Any) -> str:
+def _cure_for_splits(source: Any) -> str:
     """Describe the cure for a mapping of data sets, as `DatasetDict` of Hugging Face; else ''."""
     if not isinstance(source, Mapping) or "train" not in source:
         return ""
-    has_sets = all(is_dataset(value) or as_table(value) is not None for value in source.values())
-    tests = [key for key in source if key != "train"]
-    if not has_sets or label not in ("`x`", "`x_test`", "`validation`"):
+    if not all(is_dataset(part) or as_table(part) is not None for part in source.values()):
         return ""
-    if label != "`x`":
-        return f"It is several data sets: give one of them, such as {label.strip('`')}=splits"
-    cure = 'It is several data sets, give each: dataset(splits["train"]'
-    return cure + (f', x_test=splits["{tests[-1]}"], ...)' if tests else ", ...)")
-
-
-def _column_names(source: Any) -> list[Any] | None:
-    """Return the names of a table's or a mapping's columns, else None."""
-    if _is_hugging_face(source):
-        return list(source.column_names)
-    if isinstance(source, Mapping):
-        return list(source)
-    table = as_table(source)
-    return None if table is None else list(table.columns)
+    test = [key for key in source if key != "train"][-1:]
+    tests = "".join(f', x_test=splits["{key}"]' for key in test)
+    return f'It is several data sets, give each: dataset(splits["train"]{tests}, ...)'
 
 
 def _is_hugging_face(source: Any) -> bool:
@@ -315,11 +300,14 @@ def _declared_classes(label: str, source: Any, column: Any) -> tuple[str, ...]:
     loader, a subset and a concatenation have those of their data sets.
     """
     while source is not None:
-        features = getattr(source, "features", None)
-        if isinstance(features, Mapping) and column in features:
-            return _as_names(getattr(features[column], "names", None))
+        if names := _names_in_column(source, column):
+            return names
         if getattr(source, "target_transform", None) is not None:
             return ()  # labels may have any other meaning
+        numbers = getattr(source, "class_to_idx", None)
+        if isinstance(numbers, Mapping):
+            is_complete = sorted(numbers.values()) == list(range(len(numbers)))
+            return _as_names(sorted(numbers, key=numbers.__getitem__)) if is_complete else ()
         if names := _as_names(getattr(source, "classes", None)):
             return names
         if isinstance(parts := getattr(source, "datasets", None), Sequence):
@@ -333,6 +321,28 @@ def _declared_classes(label: str, source: Any, column: Any) -> tuple[str, ...]:
             return next(iter(declared), ())
         source = getattr(source, "dataset", None)
     return ()
+
+
+def _names_in_column(source: Any, column: Any) -> tuple[str, ...]:
+    """Return the names of a column of Hugging Face, of the type ClassLabel."""
+    features = getattr(source, "features", None)
+    feature = features.get(column) if isinstance(features, Mapping) else None
+    return _as_names(getattr(feature, "names", None))
+
+
+def _named_owners(label: str, source: Any, column: str, values: Any) -> Any:
+    """Return owners by the names that their column declares, else as they are."""
+    source = source.dataset if _is_loader(source) else source
+    names = _names_in_column(source, column)
+    numbers = to_array("owner", values) if names else np.zeros(0)
+    if not names or numbers.dtype.kind not in "iu":
+        return values
+    if numbers.min(initial=0) < 0:
+        raise DataError(
+            f"{label} has samples without an owner, of the number {numbers.min()} in {column!r}:"
+            " leave them out (`.filter`)"
+        )
+    return np.array(names)[numbers]
 
 
 def _as_names(names: Any) -> tuple[str, ...]:
