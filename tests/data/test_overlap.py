@@ -103,6 +103,14 @@ def test_signs_and_all_values_count():
     assert count_shared(torch.cat([changed, x[:50]]), x) == 50
 
 
+def test_samples_of_two_types_and_shapes_are_compared():
+    x = torch.from_numpy(X)
+    assert count_shared(x[:9].double(), x) == count_shared(x[:9], x.double()) == 9
+    assert count_shared(x[:9].bfloat16(), x.bfloat16()) == 9
+    assert count_shared(x[:9].requires_grad_(), x) == 9
+    assert count_shared(x[:0], x) == count_shared(x, x[:, :2]) == 0
+
+
 def test_large_data_sets_are_compared_in_a_moment():
     x = torch.randint(0, 256, (60_000, 784), dtype=torch.uint8)
     start = time.process_time()

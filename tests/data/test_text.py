@@ -19,8 +19,9 @@ def test_rows_with_missing_answers_are_refused(missing):
             tokenise(source, base="tiny", prompt=8, answer=4)
 
 
-def test_tables_of_texts_are_rows():
-    data = tokenise(pd.DataFrame(ROWS), base="tiny", prompt=8, answer=4)
+@pytest.mark.parametrize("make", [pd.DataFrame, lambda rows: pd.DataFrame(rows).to_dict("list")])
+def test_tables_of_texts_are_rows(make):
+    data = tokenise(make(ROWS), base="tiny", prompt=8, answer=4)
     assert data.pool.x.equal(tokenise(ROWS, base="tiny", prompt=8, answer=4).pool.x)
     assert data.pool.x[0].tolist() == [-1, -1, *b"0 + 1 =", *b"1", 0, -1, -1][1:]
 
@@ -40,6 +41,14 @@ def test_answers_that_are_cut_and_texts_that_give_no_sample_are_said():
         UserWarning, match="1 of 3 texts are shorter than `answer` = 4 tokens, and give"
     ):
         assert len(tokenise(texts, base="tiny", prompt=4, answer=4, test_share=0.5).pool) == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "message"), [(None, "got a NoneType"), ({"prompt": "a"}, r"got \['prompt'\]")]
+)
+def test_rows_without_columns_are_refused(row, message):
+    with pytest.raises(DataError, match=f"row 0: it needs .*{message}"):
+        tokenise([row], base="tiny")
 
 
 def test_lines_end_at_line_breaks_alone(tmp_path):

@@ -1,7 +1,6 @@
 """Samples that two parts of a data set have in common, such as test samples to train on.
 
 Example:
-    >>> import torch
     >>> pool = torch.arange(200.0).reshape(100, 2)
     >>> count_shared(pool[:10], pool)
     10
@@ -10,6 +9,7 @@ Example:
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Shaped
 from numpy.typing import NDArray
 from torch import Tensor
@@ -30,10 +30,12 @@ def count_shared(part: Shaped[Tensor, "n *d"], other: Shaped[Tensor, "m *d"]) ->
     The number is 0 if it is below a hundredth of the part, or little above what chance gives, as
     for tables of few different values. Above 2048 samples that seem equal it is an estimate.
     """
-    if not len(part) or not len(other) or part.dtype != other.dtype:
+    kind = torch.promote_types(part.dtype, other.dtype)
+    if kind == torch.bfloat16:
+        kind = torch.float32  # NumPy has no bfloat16
+    if not part.numel() or not other.numel() or part.shape[1:] != other.shape[1:]:
         return 0
-    rows = part.flatten(1).numpy() if part.ndim > 1 else part.numpy()[:, None]
-    others = other.flatten(1).numpy() if other.ndim > 1 else other.numpy()[:, None]
+    rows, others = (x.detach().to(kind).reshape(len(x), -1).numpy() for x in (part, other))
     width = rows.shape[1]
     probed = np.unique(np.linspace(0, width - 1, _NUM_PROBED).astype(np.int64))
     hashes, other_hashes = _hashes(rows[:, probed]), _hashes(others[:, probed])
@@ -47,7 +49,7 @@ def count_shared(part: Shaped[Tensor, "n *d"], other: Shaped[Tensor, "m *d"]) ->
         count = round(count * float(is_equal.mean()))
     if count < _LEAST_SHARE * len(rows):
         return 0
-    return count if count > 10 * len(rows) * len(others) * _coincidence(others, count) else 0
+    return count if count > 10 * len(rows) * len(others) * _coincidence(others) else 0
 
 
 def _hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
@@ -69,17 +71,14 @@ def _hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
     return hashes
 
 
-def _coincidence(rows: NDArray[Any], count: int) -> float:
-    """Return the probability that two random rows are equal, if columns are independent.
-
-    Columns are looked at until it is far below what explains `count`.
-    """
+def _coincidence(rows: NDArray[Any]) -> float:
+    """Return the probability that two random rows are equal, if columns are independent."""
     rows = rows[:: -(-len(rows) // _MAX_ROWS)]
     step = max(1, rows.shape[1] // _MAX_COLUMNS)
     probability = 1.0
     for column in rows.T[::step]:
         _, counts = np.unique(column, return_counts=True)
         probability *= float(((counts / len(rows)) ** 2).sum())
-        if probability < 1e-12:
+        if probability < 1e-12:  # explains no number of rows
             break
     return probability

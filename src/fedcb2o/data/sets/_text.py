@@ -128,7 +128,7 @@ def tokenise(
         if value is not None and value < least:
             raise ConfigError(f"`data.{name}` must be at least {least}, got {value}")
     tokens = pretrained.tokenizer(base, vocabulary)
-    table = as_table(passages)
+    table = pd.DataFrame(passages) if isinstance(passages, Mapping) else as_table(passages)
     entries: Iterable[Any] = passages if table is None else table.to_dict("records")
     read = [
         entry if isinstance(entry, Passage) else _passage(entry, f"row {number}")
@@ -231,9 +231,10 @@ def _passage(entry: Mapping[str, Any], where: str) -> Passage:
     keys = set(entry) if isinstance(entry, Mapping) else set()
     has_text = ("text" in keys) != ({"prompt", "answer"} <= keys)
     if not has_text or not keys <= set(_COLUMNS):
+        got = sorted(map(str, keys)) if keys else f"a {type(entry).__name__}"
         raise DataError(
             f"{where}: it needs `prompt` and `answer`, or `text`, and may have `owner` and "
-            f"`group`, got {list(entry)}"
+            f"`group`, got {got}"
         )
     for key, value in entry.items():
         fault = ""
