@@ -26,7 +26,7 @@ def test_tables_of_texts_are_rows(make):
     assert data.pool.x[0].tolist() == [-1, -1, *b"0 + 1 =", *b"1", 0, -1, -1][1:]
 
 
-def test_answers_that_are_cut_and_texts_that_give_no_sample_are_said():
+def test_answers_that_are_cut_and_texts_without_a_sample_give_a_warning():
     with pytest.warns(
         UserWarning, match="7 of 16 answers are longer than `answer` = 1 tokens, and are cut"
     ):

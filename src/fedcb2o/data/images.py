@@ -84,5 +84,5 @@ def _read(image: Any) -> tuple[NDArray[Any], str]:
 
 
 def _is_image(value: Any) -> bool:
-    pillow = sys.modules.get("PIL.Image")  # imported by whoever has an image
+    pillow = sys.modules.get("PIL.Image")  # imported where there are images
     return pillow is not None and isinstance(value, pillow.Image)
