@@ -1,12 +1,13 @@
-"""The results explorer of this project, and the generated tables of docs/results.md.
+"""The results explorer of this project, and the generated tables of its pages.
 
     .venv/bin/python -m paper.results                    # rewrite docs/explorer.html and the tables
     .venv/bin/python -m paper.results --add runs/digits  # keep the values of a grid first
+    .venv/bin/python -m paper.results --demo runs/demo-report    # keep what `make demo` measured
 
 The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
-any, `tuning.json` and `strengths.json`. A table of a page follows the comment
-`<!-- generated: NAME -->`. The table of the grid `preregistered` comes first on the page, with its
-heading.
+any, `tuning.json` and `strengths.json`. Those of `make demo` are in docs/benchmark/demo. A table of
+a page follows the comment `<!-- generated: NAME -->`. The table of the grid `preregistered` comes
+first on docs/results.md, with its heading.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from urllib.parse import urlencode
 
 import pandas as pd
 from paper import preregistered
+from paper.long_training import long_training_table
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
@@ -37,7 +39,22 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
+PAGES = (PAGE, README, DOCS / "index.md")
+"""Pages with generated tables."""
+DEMO_VALUES = DOCS / "benchmark" / "demo" / "seeds.csv"
+DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
+DEMO_COLUMNS = {
+    "accuracy": "accuracy",
+    "source_accuracy": "source class accuracy",
+    "attack_success_rate": "attack success",
+    "attack_success_rate_worst": "worst agent's attack success",
+}
+"""Columns of the table of `make demo`, by metric."""
 PREREGISTERED = "preregistered"
+SEEN = "Letters"
+"""The setting of the pre-registered test on whose images FedAssay's settings were chosen."""
+ANSWER_COLUMNS = ("Worst regret, points", f"Without {SEEN.lower()}, points")
+README_METHODS = ("FedAssay", "FLTrust", "Multi-Krum", "FedCBO")
 MAIN_GRIDS = ("rivals", "attacks-all-data", "emnist-all-data", "fashion-all-data")
 GRIDS = (PREREGISTERED, *MAIN_GRIDS, "settings", "rules", "criteria")
 """Grids of the explorer."""
@@ -60,6 +77,8 @@ VARIANTS = (
     *(f"{METHOD}, {name}" for name in ("alpha 0.25", "max_sensitivity", "backdoor search")),
 )
 """The recommended method, with a tuned alpha, and with defences against backdoors."""
+FEDCBO = ("FedCBO, all data", "FedCBO")
+"""FedCBO that trains on the same samples as the recommended method, by the grid's name for it."""
 PARTS = ("without G", "average loss", "without guards")
 """Variants of the recommended method without a part, or with another criterion."""
 _MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
@@ -137,6 +156,28 @@ def parts_table() -> pd.DataFrame:
     )
 
 
+def regrets_table() -> pd.DataFrame:
+    """Compare worst regrets of the recommended method, FedCBO and the best other method.
+
+    Returns:
+        Text, one row per grid and setting: worst regrets in points, triggers left aside. FedCBO
+        trains on the same samples. The best other method is none of the method's variants.
+    """
+    rows = {}
+    for name in GRIDS[: GRIDS.index("settings") + 1]:
+        for setting in grid_results(name).settings:
+            view = SettingResults(grid_results(name), setting)
+            regret = 100 * _worst_regrets(view, without=TRIGGERS)
+            fedcbo = next(filter(regret.index.__contains__, FEDCBO))
+            others = regret[~regret.index.str.startswith(METHOD)]
+            rows[_title(view)] = {
+                METHOD: f"{regret[METHOD]:.1f}",
+                "FedCBO": f"{regret[fedcbo]:.1f}",
+                "best other method": f"{others.min():.1f} ({others.idxmin()})",
+            }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Grid")
+
+
 def _title(view: SettingResults) -> str:
     """Return the title of a grid and its setting."""
     return ": ".join(filter(None, [view.results.title, view.setting]))
@@ -150,22 +191,34 @@ def preregistered_section() -> str:
     """
     results = grid_results(PREREGISTERED)
     description = str(results.table.get("description", ""))
-    tables = [to_markdown(table).strip() for table in (_answer_table(results), readme_table())]
+    tables = [to_markdown(table).strip() for table in (_answer_table(results), data_table())]
     parts = filter(None, ["## The pre-registered test", description, *tables])
     return "\n" + "\n\n".join(parts) + "\n\n"
 
 
+def readme_table() -> pd.DataFrame:
+    """Return the worst regrets of `README_METHODS` in the pre-registered test, as text."""
+    answer = _answer_table(grid_results(PREREGISTERED)).loc[list(README_METHODS)]
+    names = {ANSWER_COLUMNS[0]: "worst regret", ANSWER_COLUMNS[1]: f"without {SEEN.lower()}"}
+    return answer[list(names)].rename(columns=names).rename_axis("method")
+
+
 def _answer_table(results: GridResults) -> pd.DataFrame:
-    """Return the answer of the pre-registered test, as text."""
-    answer = preregistered.answer(results)
+    """Return the answer of the pre-registered test, with and without `SEEN`, as text."""
+    reference = str(results.reference)
+    answer = preregistered.answer(preregistered.scores(results), reference)
     found = pd.DataFrame(index=answer.index.rename("Defence"))
-    found["Worst regret, points"] = answer["Worst regret"].map("{:.1f}".format)
+    found[ANSWER_COLUMNS[0]] = answer["Worst regret"].map("{:.1f}".format)
     found["In"] = answer["In"]
-    found[f"{results.reference} is"] = answer["Verdict"]
+    found[f"{reference} is"] = answer["Verdict"]
+    unseen = preregistered.answer(preregistered.scores(results, without=[SEEN]), reference)
+    unseen = unseen.loc[found.index]
+    found[ANSWER_COLUMNS[1]] = unseen["Worst regret"].map("{:.1f}".format)
+    found[f"{reference} then is"] = unseen["Verdict"]
     return found
 
 
-def readme_table() -> pd.DataFrame:
+def data_table() -> pd.DataFrame:
     """Return the pre-registered test in one row per data set.
 
     Returns:
@@ -220,9 +273,15 @@ def _worst_trigger(success: "pd.Series[float]") -> str:
 
 
 def _worst_regrets(view: SettingResults, without: tuple[str, ...] = ()) -> "pd.Series[float]":
-    """Return the worst regret of each defence with all seeds, in accuracy or success."""
+    """Return the worst regret of each defence with all seeds, in accuracy or success.
+
+    In the pre-registered test success is net, as its registered script computes it.
+    """
+    values = tuple(COMPARED_METRICS)
+    if view.results.table["name"] == PREREGISTERED:
+        values = preregistered.MEASURES
     worst = []
-    for value in COMPARED_METRICS:
+    for value in values:
         columns = [name for name in view.columns(value) if name not in without]
         if columns:
             worst.append(worst_regret(view.shortfalls(value), columns)["mean"])
@@ -305,10 +364,31 @@ def losses_table() -> pd.DataFrame:
     return pd.DataFrame(rows).set_index("Grid")
 
 
+def demo_table() -> pd.DataFrame:
+    """Return the results of `make demo` in percent, as text.
+
+    The best value of a column is bold; oracles, which have no attackers, take no part in this.
+    """
+    seeds = pd.read_csv(DEMO_VALUES)
+    means = 100 * seeds.groupby("run", sort=False)[list(DEMO_COLUMNS)].mean()
+    methods = means[~means.index.str.startswith("Oracle")]
+    table = means.map("{:.1f}".format)
+    for metric in DEMO_COLUMNS:
+        best = methods[metric].min()
+        if metric.endswith("accuracy"):
+            best = methods[metric].max()
+        is_best = methods.index[methods[metric] == best]
+        table.loc[is_best, metric] = "**" + table.loc[is_best, metric] + "**"
+    return table.rename(columns=DEMO_COLUMNS).rename_axis("method")
+
+
 TABLES = {
+    "demo": demo_table,
     "summary": summary_table,
     "parts": parts_table,
     "losses": losses_table,
+    "regrets": regrets_table,
+    "long_training": long_training_table,
     "readme": readme_table,
 }
 
@@ -346,16 +426,31 @@ def keep_grid(folder: Path) -> None:
             shutil.copyfile(source, target / name)
 
 
+def keep_demo(folder: Path) -> None:
+    """Copy the values and the figure of `make demo` to docs.
+
+    Args:
+        folder: Folder of its report.
+    """
+    DEMO_VALUES.parent.mkdir(exist_ok=True)
+    shutil.copyfile(folder / "seeds.csv", DEMO_VALUES)
+    shutil.copyfile(folder / "curves.png", DEMO_FIGURE)
+
+
 def main() -> None:
-    """Rewrite the explorer and the tables of the page; keep grids first."""
+    """Rewrite the explorer and the tables of the pages; keep grids and the demo first."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", type=Path, action="append", default=[], help="folder of a grid")
-    for folder in parser.parse_args().add:
+    parser.add_argument("--demo", type=Path, help="folder of the report of `make demo`")
+    arguments = parser.parse_args()
+    for folder in arguments.add:
         keep_grid(folder)
+    if arguments.demo:
+        keep_demo(arguments.demo)
     EXPLORER.write_text(make_explorer(), encoding="utf-8")
-    for page in (PAGE, README):
+    for page in PAGES:
         page.write_text(rewrite_page(page), encoding="utf-8")
     print(f"{EXPLORER} has {EXPLORER.stat().st_size // 1000} kB")
 

@@ -24,17 +24,12 @@ def test_verdicts_follow_from_the_interval(low, high, expected):
     assert preregistered.verdict(low, high) == expected
 
 
-def test_the_answer_of_two_seeds_by_hand(monkeypatch):
+def test_the_answer_of_two_seeds_by_hand():
     index = pd.MultiIndex.from_product([["a", "b"], [0, 1]], names=["column", "seed"])
     table = pd.DataFrame(
         {"Ours": [90.0, 92.0, -1.0, -1.0], "Rival": [80.0, 82.0, 0.0, 0.0]}, index=index
     )
-    monkeypatch.setattr(preregistered, "scores", lambda results: table)
-
-    class Results:
-        reference = "Ours"
-
-    result = preregistered.answer(Results(), resamples=20)
+    result = preregistered.answer(table, "Ours", resamples=20)
     assert result.index.tolist() == ["Ours", "Rival"]
     assert result["Worst regret"].tolist() == [1.0, 10.0]
     assert result["In"].tolist() == ["b", "a"]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from fedcb2o.federated import aggregation, algorithms, attacks
 from tests.peer.members import free_ports
 from tests.test_docs import ROOT, blocks
 
@@ -16,6 +17,9 @@ pytestmark = pytest.mark.timeout(1800)
 SHELL = [block for _, block in blocks(README, "sh")]
 LINES = [line.partition("    #")[0].strip() for block in SHELL for line in block.splitlines()]
 OURS = ("pip install fedcb2o", "pip install 'fedcb2o")  # PyTorch's own index needs a network
+AVERAGES = {"mean", "by_num_samples", "dfedavgm", "dec_lora", "tad_lora"}
+CLUSTERED_AVERAGES = {"ifca", "dfca"}
+NO_DEFENCES = {*AVERAGES, *CLUSTERED_AVERAGES, "local_training", "by_rule"}
 HOSPITAL = """
 import fedcb2o
 from sklearn.datasets import load_breast_cancer
@@ -65,6 +69,12 @@ def test_every_command_is_tested():
     assert [line for line in LINES if line.startswith("make")] == ["make demo", "make test"]
 
 
+def test_defences_and_attacks_are_counted():
+    defences = {*aggregation.__all__, *algorithms.__all__} - NO_DEFENCES
+    expected = f"compare {len(defences)} defences and {len(attacks.__all__)} attacks"
+    assert expected in README.read_text(encoding="utf-8")
+
+
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_make_has_the_target(command, tmp_path):
@@ -78,7 +88,7 @@ def test_the_demo_runs(tmp_path):
     commands = [line for line in output.splitlines() if line.startswith(".venv/bin/fedcb2o ")]
     assert len(commands) == 2
     script = "\n".join(commands).replace(".venv/bin/", "").replace("--seeds 0-9", "--seeds 0")
-    outputs_of(shell(script.replace(" --set ", " --set rounds=2 --set "), tmp_path))
+    outputs_of(shell(script.replace(" --set ", " --set rounds=2 --set ", 1), tmp_path))
     assert (tmp_path / "runs/demo-report/report.html").exists()
 
 

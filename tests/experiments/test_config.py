@@ -138,6 +138,11 @@ def test_the_default_algorithm_is_the_recommended_one():
         ),
         ("digits-oracle-min", {"agents.malicious_role": "attack"}, "DFedAvgM"),
         (
+            "digits-fedcb2o-paper",
+            {"agents.hold_out": False, "agents.validation": 1.0},
+            "FedCB2O (paper)",
+        ),
+        (
             "emnist-fedcb2o-released",
             {"algorithm.criterion_from_round": 20, "algorithm.beta": 0.25},
             "FedCB2O (released, T_G = 20, beta = 0.25)",

@@ -135,13 +135,16 @@ def test_different_conditions_of_runs_are_named(attacked, tmp_path):
     assert comparability_notes([attacked, same]) == []
     other = run_of(
         tmp_path / "other", {0: lines}, title="Other", rounds=1, evaluate_on="redrawn",
-        data={"name": "emnist"}, agents={"num_clusters": 2, "malicious_role": "attack"},
+        data={"name": "emnist"},
+        agents={"num_clusters": 2, "malicious_role": "attack", "validation": 0.3},
     )  # fmt: skip
     assert comparability_notes([attacked, other]) == [
         "These runs differ in data: digits (FedCBO); emnist (Other)",
         "These runs differ in test set: test (FedCBO); redrawn (Other)",
         "These runs differ in rounds: 2 (FedCBO); 1 (Other)",
         "These runs differ in agents: num_clusters 1 (FedCBO); num_clusters 2 (Other)",
+        "These runs differ in training samples: all samples of an agent (FedCBO); "
+        "70% of an agent's samples, the rest only validates (Other)",
         "These runs differ in seeds: 0, 1 (FedCBO); 0 (Other)",
     ]
 

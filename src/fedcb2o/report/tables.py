@@ -420,8 +420,8 @@ def comparability_notes(runs: Sequence[Run]) -> list[str]:
         runs: Runs of a table or a figure.
 
     Returns:
-        One sentence without a full stop for each of data, test set, rounds, agents and seeds in
-        which the runs differ; empty for comparable runs.
+        One sentence without a full stop for each of data, test set, rounds, agents, training
+        samples and seeds in which the runs differ; empty for comparable runs.
     """
     shown = without_counterparts(runs)
     labels = run_labels(shown)
@@ -441,6 +441,16 @@ def _describe_agents(run: Run) -> str:
     return ", ".join(f"{key} {agents[key]}" for key in _SHAPE_KEYS if key in agents)
 
 
+def _describe_training_samples(run: Run) -> str:
+    agents = run.config.get("agents", {})
+    held_out = 0.0
+    if agents.get("hold_out", True):
+        held_out = agents.get("validation", 0.0)
+    if held_out:
+        return f"{1 - held_out:.0%} of an agent's samples, the rest only validates"
+    return "all samples of an agent"
+
+
 def _describe_seeds(run: Run) -> str:
     return ", ".join(map(str, last_round(run.records).seed.unique())) or "none"
 
@@ -455,6 +465,7 @@ _CONDITIONS: dict[str, Callable[[Run], str]] = {
     "test set": lambda run: str(run.config.get("evaluate_on", "test")),
     "rounds": lambda run: str(run.config.get("rounds")),
     "agents": _describe_agents,
+    "training samples": _describe_training_samples,
     "seeds": _describe_seeds,
 }
 """Conditions of a comparison, and their description for a run."""

@@ -26,6 +26,8 @@ from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
 _METHOD_SECTIONS = ("algorithm", "agents")
 """Sections that a preset's title describes."""
+_SAMPLE_KEYS = ("agents.hold_out", "agents.validation")
+"""Keys of these sections that no title describes: the share of samples that only validate."""
 _KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
 """Keys of other libraries, and the keys of the same meaning in an experiment."""
 
@@ -78,7 +80,8 @@ def read_settings(
     else:
         table = preset(str(source))
         where = f"preset `{source}`"
-        if any(key.split(".")[0] in _METHOD_SECTIONS for key in changes or {}):
+        described = [key for key in changes or {} if key not in _SAMPLE_KEYS]
+        if any(key.split(".")[0] in _METHOD_SECTIONS for key in described):
             # The title of the preset would name a method that the changes have replaced.
             table["title"] = ""
 
