@@ -16,6 +16,12 @@ def intervals_of_two_seeds():
 
 
 @pytest.fixture
+def set_min_seeds(monkeypatch):
+    """Set the number of seeds that an interval needs."""
+    return lambda number: monkeypatch.setattr(_statistics, "MIN_SEEDS", number)
+
+
+@pytest.fixture
 def no_figures(monkeypatch):
     """Replace the drawing of figures, which takes most of the time of a report."""
 

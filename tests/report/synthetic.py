@@ -73,10 +73,8 @@ def draw_run(
     size = benign + malicious
     N = clusters * size
     M = min(6, N - 1)
-    cluster, is_malicious = (
-        np.repeat(np.arange(clusters), size),
-        np.tile(np.arange(size) >= benign, clusters),
-    )
+    cluster = np.repeat(np.arange(clusters), size)
+    is_malicious = np.tile(np.arange(size) >= benign, clusters)
     counts = np.where(is_malicious, 0, rng.poisson(2.0, N))
     agents = {
         "cluster": cluster,

@@ -4,10 +4,10 @@ import math
 
 import pytest
 from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
 from tests.report.synthetic import draw_run
 
 from fedcb2o.report import describe_figure, sample_images, source_counts, weight_matrix
-from fedcb2o.report._figures import percent_formatter
 
 
 def test_lines_are_described_by_their_ends():
@@ -17,7 +17,7 @@ def test_lines_are_described_by_their_ends():
     left.plot([1, 2], [0, 1])
     left.axhline(0.5, label="at random")
     left.set(title="Accuracy", xlabel="round")
-    left.yaxis.set_major_formatter(percent_formatter())
+    left.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     right.plot([1, 2, 3], [0.001234, 2, 1234], label="loss")
     assert (
         describe_figure(figure)
@@ -32,7 +32,7 @@ def test_bars_are_described_by_group():
         ax.bar([0, 1], heights, label=name)
     ax.set_xticks([0, 1], ["none", "one"])
     ax.set_title("Rate")
-    ax.yaxis.set_major_formatter(percent_formatter())
+    ax.yaxis.set_major_formatter(PercentFormatter(1, decimals=0))
     assert describe_figure(figure) == "Rate: none: FedCBO 50%, FedCB2O 25%; one: FedCB2O 100%."
 
 

@@ -141,9 +141,8 @@ def test_pages_are_legible_at_any_width(pages, tmp_path, dark):
         assert measured["wider"] <= 0, name
         assert measured["out"] == 0, name
         assert min(measured["contrasts"]) > 4.5, name
-        assert min((scale for _, scale in measured["figures"]), default=1) > 0.8, (
-            name
-        )  # pixels per point of text
+        # pixels per point of text
+        assert min((scale for _, scale in measured["figures"]), default=1) > 0.8, name
         assert all(len(text) > 30 for text, _ in measured["figures"]), name
         assert set(measured["frames"]) == {0}, name  # the frames scroll by keys
         assert measured["lost"] == 0, name

@@ -10,7 +10,7 @@ from paper import claims
 from tests.report.synthetic import draw_run
 
 from fedcb2o.records import Run
-from fedcb2o.report import _statistics, curve_panels, draw_panels
+from fedcb2o.report import curve_panels, draw_panels
 from fedcb2o.report.tables import pair_statistics
 
 pytestmark = pytest.mark.usefixtures("intervals_of_two_seeds")
@@ -34,26 +34,19 @@ def table(**columns):
     return pd.DataFrame(columns, index=range(len(next(iter(columns.values())))))
 
 
-def test_two_seeds_are_undecided(monkeypatch):
-    monkeypatch.setattr(_statistics, "MIN_SEEDS", 3)
+def test_two_seeds_are_undecided(set_min_seeds):
+    set_min_seeds(3)
     mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, math.nan]))
     assert (mean, low, high) == (1.5, -math.inf, math.inf)
-    assert claims.verdict(claim(0.0, 9.0), low, high) == "undecided"
+    assert claims.verdict(claim(0.0, math.inf), low, high) == "undecided"
 
 
 def test_the_interval_is_students_t_interval():
     mean, low, high = claims.mean_interval(pd.Series([1.0, 2.0, 3.0, math.nan]))
     assert mean == pytest.approx(2.0)
-    assert high - 2.0 == pytest.approx(
-        4.302653 / math.sqrt(3), rel=1e-6
-    )  # t at 97.5%, two degrees of freedom
+    # t at 97.5%, two degrees of freedom
+    assert high - 2.0 == pytest.approx(4.302653 / math.sqrt(3), rel=1e-6)
     assert mean - low == pytest.approx(high - mean)
-
-
-def test_one_seed_is_undecided():
-    mean, low, high = claims.mean_interval(pd.Series([5.0]))
-    assert (mean, low, high) == (5.0, -math.inf, math.inf)
-    assert claims.verdict(claim(0.0, math.inf), low, high) == "undecided"
 
 
 def test_a_claim_is_held_if_the_interval_is_inside_its_range():
@@ -67,10 +60,8 @@ def test_a_claim_is_held_if_the_interval_is_inside_its_range():
 
 
 def test_a_metric_that_does_not_degrade_may_improve():
-    source, success = (
-        claim_with_text("the source class does not degrade"),
-        claim_with_text("nor does ASR"),
-    )
+    source = claim_with_text("the source class does not degrade")
+    success = claim_with_text("nor does ASR")
     assert claims.verdict(source, 9.0, 12.0) == claims.verdict(success, -12.0, -9.0) == "held"
     assert claims.verdict(source, -12.0, -9.0) == claims.verdict(success, 9.0, 12.0) == "opposite"
 
@@ -121,10 +112,8 @@ def test_second_best_is_compared_with_the_second_best_of_the_others():
         "FedCBO": table(attack_success_rate=[30.0, 40.0]),
     }
     success = claim_with_text("and in ASR", statistic="second best")
-    assert success.compute(values).tolist() == [
-        5.0,
-        -1.0,
-    ]  # second best of the others minus Oracle Max: 9 - 4 and 3 - 4
+    # second best of the others minus Oracle Max: 9 - 4 and 3 - 4
+    assert success.compute(values).tolist() == [5.0, -1.0]
     assert success.paper == pytest.approx(38.73 - 32.19)
 
 
@@ -185,8 +174,8 @@ def test_differences_of_losses_follow_from_the_weights_of_fedcbo():
     assert claims._malicious_loss(run).to_dict() == pytest.approx({0: (0.2 - 0.1) / 2})
 
 
-def test_the_published_matrix_equals_the_committed_values(monkeypatch):
-    monkeypatch.setattr(_statistics, "MIN_SEEDS", 5)
+def test_the_published_matrix_equals_the_committed_values(set_min_seeds):
+    set_min_seeds(5)
     text = claims.PAGE.read_text(encoding="utf-8")
     assert claims.MARKER.search(text)
     assert claims.rewrite_page(claims.PAGE) == text
@@ -210,10 +199,8 @@ def test_a_cell_has_a_verdict_and_its_statistic():
 
 def test_bars_are_by_cluster_and_seed(tmp_path):
     run = draw_run(tmp_path / "fedcbo", benign=3, malicious=1, rounds=10)
-    values, bars = (
-        claims.seed_values(run),
-        pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"]),
-    )
+    values = claims.seed_values(run)
+    bars = pair_statistics(run).set_index(["seed", "cluster", "relation", "peer"])
     for seed in run.seeds:
         for cluster in (0, 1):
             benign, malicious = (
@@ -252,9 +239,8 @@ def test_seeds_of_one_run_may_be_in_several_folders(tmp_path):
         name: [run.seeds for run in runs_of_method] for name, runs_of_method in runs.items()
     } == {"fedcb2o-released": [(0, 3), (5,)]}
     single = Run(tmp_path / "by-3" / "x-fedcb2o-released")
-    pd.testing.assert_frame_equal(
-        claims.seed_values(runs["fedcb2o-released"][0]).loc[[3]], claims.seed_values(single)
-    )
+    result = claims.seed_values(runs["fedcb2o-released"][0]).loc[[3]]
+    pd.testing.assert_frame_equal(result, claims.seed_values(single))
 
 
 def test_the_figure_has_all_methods_or_the_main_ones_and_marks_the_switch():

@@ -1,6 +1,7 @@
 """Figures and the page of runs of all shapes, with the values of the records."""
 
 import re
+from dataclasses import replace
 
 import matplotlib as mpl
 import numpy as np
@@ -10,6 +11,8 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.errors import RunError
 from fedcb2o.report import (
+    Curve,
+    curve_panels,
     curves,
     draw_panels,
     figure6,
@@ -19,9 +22,6 @@ from fedcb2o.report import (
     source_counts,
     weight_matrix,
 )
-from fedcb2o.report._figures import learning_curves
-from fedcb2o.report._panels import Panels, method_colour
-from fedcb2o.report.run_page import _page_title
 
 SMALL = {"rounds": 10, "seeds": (0, 1), "benign": 3, "malicious": 1}
 
@@ -55,13 +55,8 @@ def test_a_report_writes_all_files_and_a_page_that_needs_no_other_file(runs, tmp
         "figure6.png",
         "samples.png",
     } <= names
-    assert {
-        "source-count.png",
-        "weights-1-fedcbo.png",
-        "seeds.csv",
-        "pairs.csv",
-        "report.html",
-    } <= names
+    result = {"source-count.png", "weights-1-fedcbo.png", "seeds.csv", "pairs.csv", "report.html"}
+    assert result <= names
     assert all(path.stat().st_size > 100 for path in paths)
     page = (tmp_path / "out" / "report.html").read_text()
     ids = re.findall(r' id="([^"]+)"', page)
@@ -70,6 +65,7 @@ def test_a_report_writes_all_files_and_a_page_that_needs_no_other_file(runs, tmp
     assert {*re.findall(r'xlink:href="(.)', page)} <= {"#", "d"}  # targets in the page
     assert "://" not in page
     assert "incomplete" not in page
+    assert "<title>fedcb2o: FedCBO, FedCB2O (T_G = 30)</title>" in page
     assert "agents.budget" in page
     labels = re.findall(r'aria-label="(Legend: [^"]+)"', page)
     assert len(labels) == len(set(labels)) == 2
@@ -91,18 +87,11 @@ def test_figure6_shows_the_statistics(runs):
     assert at_random == pytest.approx(6 / 7)
 
 
-def test_a_curve_has_benign_agents_and_the_title_of_its_run(runs):
-    curve_list = learning_curves(runs)
-    assert [(curve.name, curve.criterion_from_round) for curve in curve_list] == [
-        ("FedCBO", 0),
-        ("FedCB2O ($T_G = 30$)", 5),
-    ]
-    assert not any(curve.table.malicious.any() for curve in curve_list)
-
-
 def test_curves_are_the_mean_over_benign_agents_and_mark_the_switch(runs):
     figure = curves(runs)
     ax = figure.axes[0]
+    labels = [line.get_label() for line in ax.lines[:2]]
+    assert labels == ["FedCBO", "FedCB2O ($T_G = 30$)"]
     benign = runs[0].records[~runs[0].records.malicious]
     expected = benign.dropna(subset="accuracy").groupby("round").accuracy.mean()
     assert ax.lines[0].get_xdata().tolist() == [5, 10]
@@ -241,25 +230,25 @@ def test_runs_without_results_are_named_and_omitted(tmp_path):
 
 def test_a_report_into_a_file_is_refused(runs, tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(
-        RunError, match=r"cannot make the folder .*file: |cannot make the folder .*File exists"
-    ):
+    message = r"cannot make the folder .*file: |cannot make the folder .*File exists"
+    with pytest.raises(RunError, match=message):
         report(runs, tmp_path / "file")
 
 
-def test_all_methods_have_different_colours():
-    assert len({method_colour(i) for i in range(80)}) == 80
+@pytest.mark.usefixtures("no_figures")
+def test_a_page_of_many_runs_has_a_short_title(tmp_path):
+    bare = [write_bare_run(tmp_path / f"{i}", title=f"A long method, {i}") for i in range(9)]
+    report(bare, tmp_path / "out")
+    assert "<title>fedcb2o: 9 runs</title>" in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_a_page_of_many_runs_has_a_short_title():
-    names = [f"A method of some length, {i}" for i in range(9)]
-    assert _page_title(names) == "fedcb2o: 9 runs"
-    assert _page_title(["FedCBO", "FedCB2O"]) == "fedcb2o: FedCBO, FedCB2O"
-
-
-@pytest.mark.parametrize("count", range(1, 8))
-def test_panels_fill_rows_without_empty_axes(count):
+@pytest.mark.parametrize("count", [*range(1, 8), 80])
+def test_panels_fill_rows_and_methods_have_different_colours(runs, count):
     drawn_axes = []
-    panels = Panels([lambda ax: drawn_axes.append(ax)] * count, (2.0, 2.0), 3)
+    curve_list = [Curve(str(i), runs[0].records, 0, ()) for i in range(count)]
+    panels = curve_panels(curve_list)
+    colours = {line.get_color() for line in draw_panels(panels).axes[0].lines}
+    assert len(colours) == count
+    panels = replace(panels, draw_functions=[drawn_axes.append] * count, columns=3)
     assert draw_panels(panels).axes == drawn_axes
     assert len(drawn_axes) == count

@@ -6,12 +6,10 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
-from matplotlib.figure import Figure
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.records import read_json_with_checksum, write_json_with_checksum
-from fedcb2o.report import _grid_page, chosen_strengths_table, read_choices, report_grid
-from fedcb2o.report._attack_strengths import strength_trials_table
+from fedcb2o.report import chosen_strengths_table, read_choices, report_grid
 from fedcb2o.report.grid_results import read_grid
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -44,17 +42,6 @@ def test_the_chosen_strength_is_listed_for_each_defence_and_attack():
     assert table.loc[MEAN].to_dict() == {NOISE: "unchanged", FLIP: "–"}
 
 
-def test_all_trials_are_listed():
-    table = strength_trials_table(CHOICES)
-    assert len(table) == 9
-    second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
-    assert second[["strength", "chosen", "harm"]].tolist() == ["z = 2.0", "", 0.4]
-    assert second[[f"{name}_seed_{s}" for name in ("accuracy", "attack_success_rate") for s in (7, 8)]].tolist() == [
-        0.5, 0.7, 0.25, 0.5,
-    ]  # fmt: skip
-    assert table[table.chosen == "yes"].strength.tolist() == ["z = 2.0", "z = 8.0", "unchanged"]
-
-
 @pytest.fixture
 def folder(tmp_path):
     attacks = {FLIP: {}, NOISE: {"strengths": STRENGTHS}}
@@ -63,16 +50,20 @@ def folder(tmp_path):
     return grid
 
 
-def test_a_report_made_from_a_report_has_the_same_strengths(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+@pytest.mark.usefixtures("no_figures")
+def test_a_report_lists_all_trials_and_a_report_made_from_it_has_the_same(folder, tmp_path):
     report_grid(read_grid(folder), tmp_path / "once")
     first_report = read_grid(tmp_path / "once")
     report_grid(first_report, tmp_path / "twice")
-    assert len(pd.read_csv(tmp_path / "once" / "strengths.csv")) == 9
-    assert (
-        chosen_strengths_table(read_choices(first_report), "").to_csv()
-        == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
-    )
+    table = pd.read_csv(tmp_path / "once" / "strengths.csv", keep_default_na=False)
+    assert len(table) == 9
+    second = table[(table.defence == MEDIAN) & (table.attack == FLIP)].iloc[1]
+    columns = [f"{name}_seed_{s}" for name in ("accuracy", "attack_success_rate") for s in (7, 8)]
+    assert second[["strength", "chosen"]].tolist() == ["z = 2.0", ""]
+    assert second[["harm", *columns]].astype(float).tolist() == [0.4, 0.5, 0.7, 0.25, 0.5]
+    assert table[table.chosen == "yes"].strength.tolist() == ["z = 2.0", "z = 8.0", "unchanged"]
+    result = chosen_strengths_table(read_choices(first_report), "").to_csv()
+    assert result == (tmp_path / "once" / "matrices" / "strengths.csv").read_text()
     for name in ("strengths.csv", "strengths.json", "matrices/strengths.md"):
         assert (tmp_path / "once" / name).read_bytes() == (tmp_path / "twice" / name).read_bytes()
 

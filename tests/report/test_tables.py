@@ -187,10 +187,8 @@ def test_net_attack_success_is_paired_by_seed(attacked, tmp_path):
     table = compare([twin, attacked])
     assert table.columns.tolist() == ["FedCBO"]
     assert table.loc["Net attack success", "FedCBO"] == "50.0"
-    assert compare([attacked, twin], with_counterparts=True).columns.tolist() == [
-        "FedCBO",
-        "FedCBO clean",
-    ]
+    result = compare([attacked, twin], with_counterparts=True).columns.tolist()
+    assert result == ["FedCBO", "FedCBO clean"]
     assert compare([twin]).columns.tolist() == ["FedCBO clean"]
 
 
@@ -272,11 +270,8 @@ def test_pair_statistics_by_hand(tmp_path):
     # Cluster 2 has one benign agent, so that it has no benign peer in its own cluster. It received
     # one model, with weight 0.
     second = table.loc[1]
-    assert second.index.tolist() == [
-        ("same", "malicious"),
-        ("other", "benign"),
-        ("other", "malicious"),
-    ]
+    result = second.index.tolist()
+    assert result == [("same", "malicious"), ("other", "benign"), ("other", "malicious")]
     assert second.available.tolist() == [1, 2, 1]
     assert second.frequency.tolist() == [0.5, 0.0, 0.0]
     assert second.mean_weight.isna().tolist() == [False, True, True]
