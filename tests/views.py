@@ -86,6 +86,29 @@ def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput
     )
 
 
+def rule_input(
+    buffer, ids, own, *, n=0, contact_ids=(), previous=None, losses=(None, None), **known
+):
+    """Return the view of a rule whose agent `own` received the rows `ids` of a buffer.
+
+    `known` has further knowledge of the agent.
+    """
+    contacts = Contacts(
+        torch.tensor(contact_ids, dtype=torch.int64),
+        torch.ones(len(contact_ids), dtype=torch.float64),
+    )
+    return CriterionInput(
+        n,
+        buffer,
+        *losses,
+        received(torch.tensor(ids, dtype=torch.int64)),
+        received(torch.tensor([own])),
+        no_losses,
+        context_without_contacts(contacts_of=lambda: contacts, **known),
+        previous=None if previous is None else torch.tensor(previous),
+    )
+
+
 def apply_algorithm(algorithm: Algorithm, view: CriterionInput) -> RuleOutput:
     """Compute lines 5 and 6 of Algorithm 2 for one agent."""
     return algorithm.weigh(view, {})[0]
@@ -96,10 +119,8 @@ def models(m: int, d: int, seed: int = 0, dtype: torch.dtype = torch.float64) ->
     return torch.from_numpy(stream(seed, "models", m, d).standard_normal((m, d))).to(dtype)
 
 
-BENIGN, FELLOWS = (
-    [0, 1, 2, 3],
-    [4, 5, 6],
-)  # in cluster 0; cluster 1 has benign agents 7 and 8 and attacker 9
+# in cluster 0; cluster 1 has benign agents 7 and 8 and attacker 9
+BENIGN, FELLOWS = ([0, 1, 2, 3], [4, 5, 6])
 
 
 def ten_models(d=5, seed=0):

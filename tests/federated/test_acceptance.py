@@ -7,13 +7,7 @@ import pytest
 import torch
 from tests.tiny import empty_models
 
-from fedcb2o.federated import (
-    MAX_VALUE,
-    Message,
-    is_acceptable,
-    max_abs,
-    rejection_reason,
-)
+from fedcb2o.federated import MAX_VALUE, Message, is_acceptable, max_abs, rejection_reason
 from fedcb2o.federated.guards import acceptance
 from fedcb2o.rng import stream
 
@@ -119,7 +113,4 @@ def test_largest_absolute_values_of_any_rows(name, numbers_per_call, monkeypatch
 def test_values_up_to_the_bound_are_acceptable():
     assert is_acceptable(
         np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
-    ).tolist() == [
-        *(True, True),
-        *(False, False, False),
-    ]
+    ).tolist() == [*(True, True), *(False, False, False)]

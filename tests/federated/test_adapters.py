@@ -1,17 +1,15 @@
 """Attacks, rules and algorithms on the factors of low-rank adapters."""
 
-import dataclasses
 import functools
 
 import pytest
 import torch
 from tests.networks import Adapted
-from tests.views import context_without_contacts, no_losses, received, view_of
+from tests.views import rule_input, view_of
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import (
-    CriterionInput,
     Training,
     aggregation,
     algorithms,
@@ -69,17 +67,8 @@ def test_attacks_on_models_accept_adapters(attack):
 def adapter_view(models, own=-1):
     """View of an agent whose model is row `own` and that received the models of all other rows."""
     me = own % len(models)
-    ids = torch.tensor([j for j in range(len(models)) if j != me], dtype=torch.int64)
-    return CriterionInput(
-        0,
-        models,
-        None,
-        None,
-        received(ids),
-        received(torch.tensor([me])),
-        no_losses,
-        context_without_contacts(factor_pairs=PAIRS, malicious_share=0.25),
-    )
+    ids = [j for j in range(len(models)) if j != me]
+    return rule_input(models, ids, me, factor_pairs=PAIRS, malicious_share=0.25)
 
 
 def aggregate_of(algorithm, view):
@@ -119,9 +108,7 @@ def test_a_rule_on_products_is_immune_to_factor_mixing():
 
 
 def test_products_need_adapters_and_a_robust_rule():
-    view = dataclasses.replace(
-        adapter_view(adapter_models(0)), agent_context=context_without_contacts()
-    )
+    view = rule_input(adapter_models(0), [0], 1)
     with pytest.raises(ConfigError, match='`space` = "products" needs a model'):
         algorithms.by_rule(rule="mean", space="products").weigh(view, {})
     with pytest.raises(ConfigError, match="go with robust rules"):
@@ -155,11 +142,8 @@ def test_clair_with_equal_models_and_without_peers():
     models = adapter_models(7, 1).repeat(4, 1)
     rule = algorithms.by_rule(rule="clair").weigh.function
     aggregate = aggregate_of(algorithms.by_rule(rule="clair"), adapter_view(models))
-    assert torch.allclose(
-        low_rank.to_products(aggregate[None], PAIRS),
-        low_rank.to_products(models[:1], PAIRS),
-        atol=1e-4,
-    )
+    expected = low_rank.to_products(models[:1], PAIRS)
+    assert torch.allclose(low_rank.to_products(aggregate[None], PAIRS), expected, atol=1e-4)
     assert rule(adapter_view(models[:1])).outcome.tolist() == []
 
 

@@ -95,33 +95,25 @@ def test_an_attack_receives_the_id_of_its_agent():
 
 def test_training_data_is_clean_without_an_attack_on_data():
     data = agent_data(Attack(craft=lambda view, draw: view.own))
-    assert_equal(
-        data.training_data(np.arange(4), 9),
-        [expected_samples(k, TRAIN[k], data.samples) for k in range(4)],
-    )
+    expected = [expected_samples(k, TRAIN[k], data.samples) for k in range(4)]
+    assert_equal(data.training_data(np.arange(4), 9), expected)
 
 
 @pytest.mark.parametrize("members", MEMBERS)
 def test_validation_data_is_not_poisoned(members):
     data = agent_data()
-    assert_equal(
-        data.gather(np.array(members), data.validation),
-        [expected_samples(k, VALIDATION[k], data.samples) for k in members],
-    )
+    expected = [expected_samples(k, VALIDATION[k], data.samples) for k in members]
+    assert_equal(data.gather(np.array(members), data.validation), expected)
 
 
 def test_clean_training_data_and_test_sets_are_not_poisoned():
     data = agent_data()
     for k in range(4):
         clean, ((_, test),) = data.clean_training_data(k), data.test_sets(np.array([k]))
-        assert_equal(
-            (clean.x.unsqueeze(0), clean.y.unsqueeze(0)),
-            [expected_samples(k, TRAIN[k], data.samples)],
-        )
-        assert_equal(
-            (test.x.unsqueeze(0), test.y.unsqueeze(0)),
-            [expected_samples(k, list(range(6)), data.test)],
-        )
+        expected = [expected_samples(k, TRAIN[k], data.samples)]
+        assert_equal((clean.x.unsqueeze(0), clean.y.unsqueeze(0)), expected)
+        expected = [expected_samples(k, list(range(6)), data.test)]
+        assert_equal((test.x.unsqueeze(0), test.y.unsqueeze(0)), expected)
 
 
 @pytest.mark.parametrize("label", [-1, CLASSES])

@@ -28,10 +28,8 @@ def test_each_row_is_used_once(malicious, extra_kept, crafted_per_attacker, has_
         for row in range(layout.first_received)[layout.crafted_rows(k)]
     ]
     previous_rows = [] if layout.previous is None else layout.previous.tolist()
-    assert [len(crafted), len(previous_rows)] == [
-        crafted_per_attacker * sum(malicious),
-        count * has_previous,
-    ]
+    result = [len(crafted), len(previous_rows)]
+    assert result == [crafted_per_attacker * sum(malicious), count * has_previous]
     assert [*range(kept), *crafted, *previous_rows] == list(range(layout.first_received))
 
 

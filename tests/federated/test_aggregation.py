@@ -54,10 +54,8 @@ def test_f_is_clipped_to_the_largest_admissible_number():
         assert clip_byzantine_count(functools.partial(rule, f=1), 1, 7) == 1
         assert clip_byzantine_count(rule, 3, 0) == 0
         assert validate_byzantine_count(rule, max_f, 7) == max_f
-        with pytest.raises(
-            ConfigError,
-            match=rf"`f` = {max_f + 1} attackers are more than \w+ admits among 7 models: at ",
-        ):
+        message = rf"`f` = {max_f + 1} attackers are more than \w+ admits among 7 models: at "
+        with pytest.raises(ConfigError, match=message):
             validate_byzantine_count(rule, max_f + 1, 7)
         extra_inputs = (torch.rand(7),) if rule is own_model_rules.ubar else ()
         if rule is not preaggregation.nnm:
@@ -99,17 +97,15 @@ def test_too_large_f_of_a_pre_step_or_a_users_rule_is_refused(caplog):
     with pytest.raises(ConfigError, match=r"more than nnm admits among 4 models.* needs 5 models"):
         apply(gram_rules.mean, models(4, 3), mixing=step)
     clipped_step = functools.partial(preaggregation.nnm, f=1)
-    assert apply(gram_rules.mean, models(4, 3), mixing=step, clip_f=True).equal(
-        apply(gram_rules.mean, models(4, 3), mixing=clipped_step)
-    )
+    expected = apply(gram_rules.mean, models(4, 3), mixing=clipped_step)
+    assert apply(gram_rules.mean, models(4, 3), mixing=step, clip_f=True).equal(expected)
 
     @rule_signature("gram", max_byzantine=lambda m: m - 4)
     def first(gram, *, f):
         return gram_rules.one_hot(0, len(gram))
 
-    with pytest.raises(
-        ConfigError, match=r"more than first admits among 4 models.* needs 5 models"
-    ):
+    message = r"more than first admits among 4 models.* needs 5 models"
+    with pytest.raises(ConfigError, match=message):
         apply(functools.partial(first, f=1), models(4, 3))
 
 
@@ -143,10 +139,8 @@ def test_integer_models_are_averaged_as_floats():
 
 @pytest.mark.parametrize("f", [-1, True])
 def test_an_invalid_f_is_refused(f):
-    with pytest.raises(
-        ConfigError,
-        match=r"`f`, the number of attackers to assume, must be a whole number from 0 up",
-    ):
+    message = r"`f`, the number of attackers to assume, must be a whole number from 0 up"
+    with pytest.raises(ConfigError, match=message):
         clip_byzantine_count(gram_rules.krum, f, 7)
 
 
@@ -188,12 +182,10 @@ def test_rows_and_mixing_equal_a_copied_matrix(monkeypatch):
     monkeypatch.setattr(gram_matrix, "_block_width", lambda m, device: 7)
     buffer = models(9, 31)
     rows = torch.tensor([6, 1, 4, 3, 8])
-    assert apply(own_model_rules.fltrust, buffer, rows).equal(
-        apply(own_model_rules.fltrust, buffer[rows])
-    )
-    torch.testing.assert_close(
-        apply(coordinatewise.coordinate_median, buffer, rows), buffer[rows].quantile(0.5, dim=0)
-    )
+    target = apply(own_model_rules.fltrust, buffer[rows])
+    assert apply(own_model_rules.fltrust, buffer, rows).equal(target)
+    target = buffer[rows].quantile(0.5, dim=0)
+    torch.testing.assert_close(apply(coordinatewise.coordinate_median, buffer, rows), target)
     rows = rows[:4]
     mixing = functools.partial(preaggregation.nnm, f=1)
     mixed = preaggregation.nnm(gram(buffer[rows]), f=1) @ buffer[rows]
@@ -217,9 +209,8 @@ def test_rows_and_mixing_equal_a_copied_matrix(monkeypatch):
     buckets = torch.tensor([[0.5, 0, 0.5, 0], [0, 0, 0, 1.0]], dtype=torch.float64)
     expected = ((buffer[6] + buffer[4]) / 2 + buffer[3]) / 2
     torch.testing.assert_close(apply(gram_rules.mean, buffer, rows, mixing=buckets), expected)
-    torch.testing.assert_close(
-        apply(coordinatewise.coordinate_median, buffer, rows, mixing=buckets), expected
-    )
+    result = apply(coordinatewise.coordinate_median, buffer, rows, mixing=buckets)
+    torch.testing.assert_close(result, expected)
 
 
 @pytest.mark.parametrize("name", ["mean", "trimmed_mean", "krum", "monna", "fltrust"])
@@ -257,9 +248,8 @@ def test_gram_matrix_with_a_non_finite_model_and_without_columns():
     buffer[2, 8] = math.inf
     result, finite_rows = gram(buffer), torch.tensor([0, 1, 3])
     assert result.diagonal().isfinite().tolist() == [True, True, False, True]
-    torch.testing.assert_close(
-        result[finite_rows][:, finite_rows], buffer[finite_rows] @ buffer[finite_rows].T
-    )
+    expected = buffer[finite_rows] @ buffer[finite_rows].T
+    torch.testing.assert_close(result[finite_rows][:, finite_rows], expected)
     assert gram(models(3, 0)).equal(torch.zeros(3, 3, dtype=torch.float64))
 
 

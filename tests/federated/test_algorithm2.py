@@ -97,12 +97,10 @@ def compare(algorithm, options, *, num_rounds=6, make=network, statistics="share
                 P = {i: value for i, value in agents[j].P.items() if i in agents[j].met}
                 assert likelihood == pytest.approx(P, rel=2e-5)
             theta = ours.models_of(engine)[j]
-            torch.testing.assert_close(
-                theta, parameters.flatten(agents[j].module), rtol=1e-4, atol=2e-5
-            )
-            parameters.bind_(
-                agents[j].module, theta.clone()
-            )  # a ReLU at its kink magnifies rounding
+            expected = parameters.flatten(agents[j].module)
+            torch.testing.assert_close(theta, expected, rtol=1e-4, atol=2e-5)
+            # a ReLU at its kink magnifies rounding
+            parameters.bind_(agents[j].module, theta.clone())
 
 
 FEDCB2O = {
@@ -176,10 +174,8 @@ def test_guards_of_an_average_equal_the_oracle(guards):
 @pytest.mark.parametrize("statistics", ["shared", "local", "dropped"])
 def test_batch_norms_equal_the_oracle(statistics, own_model):
     """Agents mix the statistics, estimate their own, or leave them unchanged."""
-    choice, make = (
-        {"own_model": own_model, "mixing_factor": 1.0},
-        functools.partial(normed, statistics),
-    )
+    choice = {"own_model": own_model, "mixing_factor": 1.0}
+    make = functools.partial(normed, statistics)
     options = dataclasses.replace(reference.FEDCB2O, **choice)
     compare(
         algorithms.fedcb2o(**choice),
@@ -203,9 +199,8 @@ def test_fedcbo_has_the_defaults_of_the_paper():
 
 @pytest.mark.parametrize("absent", ["masked", "zero"])
 def test_absent_classes_equal_the_oracle(absent):
-    y = (
-        agent_samples().samples.y.numpy()
-    )  # no validation data of class 1, so that masked and zero differ
+    # no validation data of class 1, so that masked and zero differ
+    y = agent_samples().samples.y.numpy()
     validation = [ids[y[ids] != 1] for ids in agent_samples().validation]
     criterion = {"name": "class_loss_gap", "absent": absent}
     compare(
@@ -234,11 +229,8 @@ def test_batch_means_equal_the_oracle():
 
 
 def test_steps_instead_of_epochs_equal_the_oracle():
-    compare(
-        algorithms.fedcb2o(),
-        reference.FEDCB2O,
-        training=TRAINING.model_copy(update={"local_steps": 4}),
-    )
+    training = TRAINING.model_copy(update={"local_steps": 4})
+    compare(algorithms.fedcb2o(), reference.FEDCB2O, training=training)
 
 
 @pytest.mark.parametrize("own_model", ["excluded", "trusted"])
@@ -317,16 +309,13 @@ def test_a_benign_model_broken_by_an_attack_is_no_error_and_is_not_received():
         assert not decisions_of(result.decisions, 0).ids
     assert theta[0].isnan().all()
     assert theta[1:].isfinite().all()
-    assert (
-        sizes == [2, 2, 2, 2] * 3
-    )  # clusters of three and of two benign agents; the first of the three is broken
+    # clusters of three and of two benign agents; the first of the three is broken
+    assert sizes == [2, 2, 2, 2] * 3
     for silent in (Attack(), dataclasses.replace(attack, from_round=1)):
         engine = engine_of(silent)
         ours.models_of(engine)[0] = torch.nan
-        with pytest.raises(
-            RunError,
-            match="training diverged: the model or the loss of benign agent 0 is not finite",
-        ):
+        message = "training diverged: the model or the loss of benign agent 0 is not finite"
+        with pytest.raises(RunError, match=message):
             run_rounds(engine)
 
 
@@ -351,10 +340,8 @@ def test_non_finite_outputs_of_a_rule_and_of_mixing_are_errors():
         return RuleOutput(Reduction(judged.received.rows, rule))
 
     algorithm = dataclasses.replace(algorithm, weigh=RuleWeighing(weigh))
-    with pytest.raises(
-        RunError,
-        match="the model of benign agent 0 is not finite after mixing finite models in round 1",
-    ):
+    reason = "the model of benign agent 0 is not finite after mixing finite models in round 1"
+    with pytest.raises(RunError, match=reason):
         ours.run_rounds(ours.local_engine(algorithm, attack=Attack()))
 
 
@@ -413,10 +400,8 @@ class ComparingEngine(AdversarialEngine):
             bits = [x.contacts[k].likelihood.view(torch.int64) for x, k in ((own, 0), (after, j))]
             assert bits[0].equal(bits[1])
             assert own.rule_states[0].keys() == after.rule_states[j].keys()
-            single, batched = (
-                decisions_of(decided, j),
-                decisions_of(Decisions.concatenate(decisions), j),
-            )
+            single = decisions_of(decided, j)
+            batched = decisions_of(Decisions.concatenate(decisions), j)
             assert single.asked == batched.asked
             assert single.ids == batched.ids
             np.testing.assert_equal(single.weights, batched.weights)

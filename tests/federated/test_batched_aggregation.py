@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests import agents as ours
 from tests.agents import CLUSTER
-from tests.tiny import tiny
+from tests.tiny import lines_of, tiny
 
 import fedcb2o
 from fedcb2o import records
@@ -46,9 +46,7 @@ def test_a_users_selection_may_modify_its_candidates(tmp_path):
         "mixing_factor": 1.0,
     }
     fedcb2o.run(tiny(algorithm=algorithm), out=tmp_path, workers=1)
-    pairs = [
-        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
-    ]
+    pairs = lines_of(tmp_path, "pairs")
     benign = [
         j
         for j, is_malicious in enumerate(
@@ -106,9 +104,8 @@ def test_a_selection_with_an_unknown_parameter_is_refused():
     def unknown(contacts, candidates, budget, draw, n, clusters):
         return candidates[:budget]
 
-    with pytest.raises(
-        ConfigError, match=r"reads `clusters`, which is not an input. The inputs are: n, me"
-    ):
+    message = r"reads `clusters`, which is not an input. The inputs are: n, me"
+    with pytest.raises(ConfigError, match=message):
         sampled_peers(algorithms.fedcb2o(selection=unknown), [0])
 
 

@@ -81,11 +81,9 @@ def test_batched_training_with_vector_targets_equals_training_alone():
     module, counts = nn.Sequential(nn.Flatten(), nn.Linear(16, 2)), [3, 6, 5]
     training = Training(**{**TRAINING.__dict__, "loss": losses.squared_error, "batch_size": 10})
     thetas, draw = different(module, 3), torch.Generator().manual_seed(2)
-    alone, x, y = (
-        thetas.clone(),
-        torch.rand(3, 6, 1, 4, 4, generator=draw),
-        torch.rand(3, 6, 2, generator=draw),
-    )
+    alone = thetas.clone()
+    x = torch.rand(3, 6, 1, 4, 4, generator=draw)
+    y = torch.rand(3, 6, 2, generator=draw)
     for j, n in enumerate(counts):
         local_update_(
             alone[j], module, Shard(x[j, :n], y[j, :n]), training, stream(5, "batches", j)
@@ -111,14 +109,10 @@ def test_composition_of_training_batches():
         other, parameters.dimension(other), [8, 8, 9, 8], models_per_batch=2
     ) == [[0, 1], [3], [2]]
     assert training_batches(small, d, [8, 8, 8], models_per_batch=1) == [[0], [1], [2]]
-    assert training_batches(small, d, [8, 5, 9, 6], models_per_batch=3, batch_size=4) == [
-        [0, 1, 3],
-        [2],
-    ]
-    assert training_batches(small, d, [8, 5, 8, 5], models_per_batch=2, batch_size=4) == [
-        [1, 3],
-        [0, 2],
-    ]
+    result = training_batches(small, d, [8, 5, 9, 6], models_per_batch=3, batch_size=4)
+    assert result == [[0, 1, 3], [2]]
+    result = training_batches(small, d, [8, 5, 8, 5], models_per_batch=2, batch_size=4)
+    assert result == [[1, 3], [0, 2]]
 
 
 @pytest.mark.parametrize("name", NETWORKS)

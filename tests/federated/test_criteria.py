@@ -170,11 +170,8 @@ def test_trigger_sensitivity():
     assert criteria.trigger_sensitivity(view).tolist() == [5.0, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, values=[0.5]).tolist() == [2.5, 0.0, 0.0]
     assert criteria.trigger_sensitivity(view, tiles=1).tolist() == [1.0, -8.0, -2.0]
-    assert criteria.trigger_sensitivity(view, tiles=1, values=[0.0, 1.0]).tolist() == [
-        1.0,
-        0.0,
-        0.0,
-    ]
+    result = criteria.trigger_sensitivity(view, tiles=1, values=[0.0, 1.0]).tolist()
+    assert result == [1.0, 0.0, 0.0]
 
 
 def test_overlapping_tiles_cover_a_trigger_across_tiles():
@@ -223,9 +220,8 @@ def test_rises_are_measured_on_at_most_max_samples(monkeypatch):
 
 
 def test_gap_to_the_majority_subtracts_the_median_rise():
-    thetas = torch.tensor(
-        [[4.0], [3.0], [2.0], [1.0], [0.0]]
-    )  # the last is the agent's own, the third is the median
+    # the last is the agent's own, the third is the median
+    thetas = torch.tensor([[4.0], [3.0], [2.0], [1.0], [0.0]])
     view = brightness_view(thetas, torch.zeros(1, 1, 1, 1))
     own_gaps = [rise(4), rise(3), rise(2), rise(1)]
     assert criteria.perturbation_gap(view).tolist() == pytest.approx(own_gaps, abs=1e-6)
@@ -299,18 +295,15 @@ def test_tiles_cover_every_pixel(tiles, dtype):
 @pytest.mark.parametrize(("shape", "tiles"), [((2, 6), 2), ((2, 1, 4, 4), 5)])
 def test_tiles_that_do_not_fit_are_refused(shape, tiles):
     view = brightness_view(torch.zeros(2, math.prod(shape[1:])), torch.zeros(shape))
-    with pytest.raises(
-        ConfigError,
-        match=rf"`tiles` = {tiles} .* shape \({shape[1]}, ?.*: the criterion needs images",
-    ):
+    message = rf"`tiles` = {tiles} .* shape \({shape[1]}, ?.*: the criterion needs images"
+    with pytest.raises(ConfigError, match=message):
         criteria.trigger_sensitivity(view, tiles=tiles)
 
 
 @pytest.mark.parametrize("parameters", [{"tiles": 0}, {"values": ()}, {"values": (0.0, 2.0)}])
 def test_tiles_and_values_out_of_range_are_refused(parameters):
-    with pytest.raises(
-        ConfigError, match="`tiles` must be 1 or more and `values` from 0 to 1, got "
-    ):
+    message = "`tiles` must be 1 or more and `values` from 0 to 1, got "
+    with pytest.raises(ConfigError, match=message):
         criteria.trigger_sensitivity(random_view(), **parameters)
 
 
@@ -376,9 +369,8 @@ def test_missing_validation_data_is_an_error(name):
 
 
 def test_a_criterion_without_losses_is_an_error():
-    with pytest.raises(
-        ConfigError, match="the criterion reads losses, and the algorithm evaluates none"
-    ):
+    message = "the criterion reads losses, and the algorithm evaluates none"
+    with pytest.raises(ConfigError, match=message):
         criteria.average_loss(dataclasses.replace(random_view(), losses=None, own_losses=None))
 
 
@@ -391,26 +383,21 @@ def test_the_criterion_starts_in_round_t_g(own_model):
     always = algorithms.fedcb2o(criterion="distance", own_model=own_model)
     for n in range(4):
         view = dataclasses.replace(random_view(), n=n)
-        assert apply_algorithm(algorithm, view).outcome.equal(
-            apply_algorithm(always if n >= 2 else average, view).outcome
-        )
+        expected = apply_algorithm(always if n >= 2 else average, view).outcome
+        assert apply_algorithm(algorithm, view).outcome.equal(expected)
 
 
 # Combinations
 
 
 def test_largest_and_weighted_sum_by_hand():
-    view = criterion_input(
-        [[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0]
-    )  # gaps 4, 3, inf; means 3, 4, inf
+    # gaps 4, 3, inf; means 3, 4, inf
+    view = criterion_input([[1.0, 5.0], [4.0, 4.0], [INF, 0.0]], [1.0, 1.0])
     of = [{"name": "class_loss_gap"}, {"name": "average_loss", "scale": 2.0}]
     assert criteria.largest(view, of=of).tolist() == [6.0, 8.0, INF]
     assert criteria.weighted_sum(view, of=of).tolist() == [10.0, 11.0, INF]
-    assert criteria.largest(view, of=["class_loss_gap", criteria.average_loss]).tolist() == [
-        4.0,
-        4.0,
-        INF,
-    ]
+    result = criteria.largest(view, of=["class_loss_gap", criteria.average_loss]).tolist()
+    assert result == [4.0, 4.0, INF]
     nested = [{"name": "largest", "of": of, "scale": 0.5}, "average_loss"]
     assert criteria.weighted_sum(view, of=nested).tolist() == [6.0, 8.0, INF]
 
@@ -450,9 +437,8 @@ def test_a_part_with_a_wrong_output_shape_is_refused():
     def two(criterion_input):
         return torch.zeros(2)
 
-    with pytest.raises(
-        ConfigError, match=r"the criterion `.*two` returned shape \(2,\), expected \(6,\)"
-    ):
+    message = r"the criterion `.*two` returned shape \(2,\), expected \(6,\)"
+    with pytest.raises(ConfigError, match=message):
         criteria.largest(random_view(), of=[constant, two])
 
 

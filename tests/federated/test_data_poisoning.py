@@ -43,24 +43,15 @@ def test_label_flip_by_hand():
     assert flipped.x.equal(x)
     assert s.x.equal(x)  # the input does not change
     assert s.y.equal(y)
-    assert attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist() == [
-        9,
-        9,
-        0,
-        9,
-        9,
-        9,
-        8,
-    ]
+    result = attacks.label_flip(s, stream(0, "x"), source=4, target=9).y.tolist()
+    assert result == [9, 9, 0, 9, 9, 9, 8]
     assert attacks.label_flip(s, stream(0, "x"), source=3, target=4).y.equal(y)  # no label to flip
 
 
 def test_label_flips():
     s = shard(8)
-    assert (
-        attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist()
-        == [1, 2, 2, 3] * 2
-    )
+    result = attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist()
+    assert result == [1, 2, 2, 3] * 2
     assert attacks.label_flips(s, stream(0, "x"), pairs=((3, 0),)).x is s.x
 
 
@@ -90,42 +81,14 @@ def test_spread_flip_relabels_an_equal_share_of_every_class():
 
 
 def test_the_rarest_class_is_flipped():
-    s = Shard(
-        torch.zeros(9, 1), torch.tensor([0, 0, 0, 2, 4, 4, 5, 5, 5])
-    )  # 2 is the rarest, then 4
-    assert attacks.rarest_flip(s, stream(0, "x"), target=0).y.tolist() == [
-        0,
-        0,
-        0,
-        0,
-        4,
-        4,
-        5,
-        5,
-        5,
-    ]
-    assert attacks.rarest_flip(s, stream(0, "x"), target=2).y.tolist() == [
-        0,
-        0,
-        0,
-        2,
-        2,
-        2,
-        5,
-        5,
-        5,
-    ]
-    assert attacks.rarest_flip(s, stream(0, "x"), target=9).y.tolist() == [
-        0,
-        0,
-        0,
-        9,
-        4,
-        4,
-        5,
-        5,
-        5,
-    ]
+    # 2 is the rarest, then 4
+    s = Shard(torch.zeros(9, 1), torch.tensor([0, 0, 0, 2, 4, 4, 5, 5, 5]))
+    result = attacks.rarest_flip(s, stream(0, "x"), target=0).y.tolist()
+    assert result == [0, 0, 0, 0, 4, 4, 5, 5, 5]
+    result = attacks.rarest_flip(s, stream(0, "x"), target=2).y.tolist()
+    assert result == [0, 0, 0, 2, 2, 2, 5, 5, 5]
+    result = attacks.rarest_flip(s, stream(0, "x"), target=9).y.tolist()
+    assert result == [0, 0, 0, 9, 4, 4, 5, 5, 5]
     equal = Shard(torch.zeros(2, 1), torch.tensor([0, 1]))
     drawn = {
         tuple(attacks.rarest_flip(equal, stream(k, "x"), target=3).y.tolist()) for k in range(9)
@@ -224,19 +187,13 @@ def test_consecutive_attackers_have_all_parts_of_a_distributed_backdoor():
 def test_waves_by_hand():
     """A period of four columns adds 0, 1, 0, -1 times delta. Pixels are clipped to 0 and 1."""
     x = torch.tensor([0.5, 0.95, 0.5, 0.05]).view(1, 1, 1, 4).repeat(1, 1, 2, 1)
-    torch.testing.assert_close(
-        waves(x, delta=0.2, frequency=1.0)[0, 0, 1], torch.tensor([0.5, 1.0, 0.5, 0.0])
-    )
+    expected = torch.tensor([0.5, 1.0, 0.5, 0.0])
+    torch.testing.assert_close(waves(x, delta=0.2, frequency=1.0)[0, 0, 1], expected)
     grey = torch.full((1, 1, 1, 4), 100, dtype=torch.uint8)
-    assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [
-        100,
-        126,
-        100,
-        74,
-    ]  # 125.5 and 74.5 are rounded to even
-    with pytest.raises(
-        ConfigError, match=r"a trigger marks images, and the samples have shape \(4,\): take"
-    ):
+    # 125.5 and 74.5 are rounded to even
+    assert waves(grey, delta=0.1, frequency=1.0).flatten().tolist() == [100, 126, 100, 74]
+    message = r"a trigger marks images, and the samples have shape \(4,\): take"
+    with pytest.raises(ConfigError, match=message):
         waves(torch.zeros(2, 4))
 
 
@@ -251,9 +208,8 @@ def test_signal_marks_samples_of_its_target_or_relabels_marked_samples():
     assert float(is_marked.float().mean()) == pytest.approx(0.3, abs=0.07)
     assert dirty.y[is_marked].eq(2).all()
     assert dirty.y[~is_marked].equal(s.y[~is_marked])
-    with pytest.raises(
-        ConfigError, match="waves of `frequency` 6 are 0 in each of 6 columns: take another"
-    ):
+    message = "waves of `frequency` 6 are 0 in each of 6 columns: take another"
+    with pytest.raises(ConfigError, match=message):
         attacks.signal(s, stream(0, "x"), target=2)
 
 

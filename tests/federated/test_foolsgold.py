@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from tests import agents as ours
 from tests.agents import BENIGN_IDS, decisions_of, run_rounds
 from tests.tiny import bits_for_any_workers, tiny
-from tests.views import context_without_contacts, no_losses, received
+from tests.views import rule_input
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentState, Contacts, CriterionInput, algorithms
+from fedcb2o.federated import AgentState, algorithms
 from fedcb2o.federated.aggregation import foolsgold
 from fedcb2o.federated.aggregation._foolsgold import learning_rates
 from fedcb2o.rng import stream
@@ -123,17 +123,8 @@ def layer(theta):
 
 def agent_view(me, ids, models, before, contact_ids, n=0):
     """View of agent `me` with the models `ids`. Row `before` is its model before the round."""
-    none = torch.zeros(0, dtype=torch.float64)
-    contacts = Contacts(
-        torch.tensor(contact_ids, dtype=torch.int64), none.new_ones(len(contact_ids))
-    )
-    context, start = (
-        context_without_contacts(contacts_of=lambda: contacts, last_layer=(C, H)),
-        torch.tensor(before),
-    )
-    peer_models, own_model = received(torch.tensor(ids)), received(torch.tensor([me]))
-    return CriterionInput(
-        n, models, None, None, peer_models, own_model, no_losses, context, previous=start
+    return rule_input(
+        models, ids, me, n=n, contact_ids=contact_ids, previous=before, last_layer=(C, H)
     )
 
 
@@ -149,53 +140,33 @@ def model_buffers(count):
 
 
 def test_histories_add_up_over_rounds():
-    first, second, third = model_buffers(3)
+    buffers = model_buffers(3)
 
-    def update(models, i):
-        return layer(models[i]) - layer(models[5])
+    def assert_state(state, weights, expected, order):
+        assert state["ids"].tolist() == sorted(expected)
+        sums = torch.stack([expected[i] for i in sorted(expected)])
+        torch.testing.assert_close(state["sums"].double(), sums, rtol=1e-5, atol=1e-5)
+        histories = [expected[i].tolist() for i in order]  # the agent's own model is last
+        assert weights.tolist() == pytest.approx(plain_loop(histories), abs=1e-5)
 
-    state, weights = foolsgold({}, agent_view(2, [0, 4], first, 5, []))
-    expected = {0: update(first, 0), 2: update(first, 2), 4: update(first, 4)}
-    assert state["ids"].tolist() == [0, 2, 4]
-    torch.testing.assert_close(
-        state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-6
-    )
-    order = [expected[i].tolist() for i in (0, 4, 2)]  # the agent's own model is last
-    assert weights.tolist() == pytest.approx(plain_loop(order), abs=1e-5)
-    state, weights = foolsgold(state, agent_view(2, [1, 4], second, 5, [0, 4], n=1))
-    expected = {
-        0: expected[0],  # not received, and kept
-        1: update(second, 1),
-        2: expected[2] + update(second, 2),
-        4: expected[4] + update(second, 4),
-    }
-    assert state["ids"].tolist() == [0, 1, 2, 4]
-    torch.testing.assert_close(
-        state["sums"].double(), torch.stack(list(expected.values())), rtol=1e-5, atol=1e-5
-    )
-    assert weights.tolist() == pytest.approx(
-        plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
-    )
+    def updates(n, *ids):
+        return {i: layer(buffers[n][i]) - layer(buffers[n][5]) for i in ids}
+
+    state, weights = foolsgold({}, agent_view(2, [0, 4], buffers[0], 5, []))
+    expected = updates(0, 0, 2, 4)
+    assert_state(state, weights, expected, (0, 4, 2))
+    # Peer 0 is not received, and its history is kept.
+    state, weights = foolsgold(state, agent_view(2, [1, 4], buffers[1], 5, [0, 4], n=1))
+    for i, update in updates(1, 1, 2, 4).items():
+        expected[i] = expected.get(i, 0) + update
+    assert_state(state, weights, expected, (1, 4, 2))
     # Peer 4 is not a contact any more, so its history starts again.
-    state, weights = foolsgold(state, agent_view(2, [1, 4], third, 5, [0, 1], n=2))
-    expected = {
-        **expected,
-        1: expected[1] + update(third, 1),
-        2: expected[2] + update(third, 2),
-        4: update(third, 4),
-    }
-    assert state["ids"].tolist() == [0, 1, 2, 4]
-    torch.testing.assert_close(
-        state["sums"].double(),
-        torch.stack([expected[i] for i in (0, 1, 2, 4)]),
-        rtol=1e-5,
-        atol=1e-5,
-    )
-    assert weights.tolist() == pytest.approx(
-        plain_loop([expected[i].tolist() for i in (1, 4, 2)]), abs=1e-5
-    )
+    state, weights = foolsgold(state, agent_view(2, [1, 4], buffers[2], 5, [0, 1], n=2))
+    later = updates(2, 1, 2, 4)
+    expected |= {1: expected[1] + later[1], 2: expected[2] + later[2], 4: later[4]}
+    assert_state(state, weights, expected, (1, 4, 2))
     # It is forgotten when it does not send a model.
-    state, _ = foolsgold(state, agent_view(2, [1], third, 5, [0, 1], n=3))
+    state, _ = foolsgold(state, agent_view(2, [1], buffers[2], 5, [0, 1], n=3))
     assert state["ids"].tolist() == [0, 1, 2]
 
 
@@ -210,25 +181,9 @@ def test_confidence_is_passed_to_the_learning_rates():
 
 def test_a_network_without_a_last_dense_layer_is_refused():
     (models,) = model_buffers(1)
-    peer_model, own_model = (received(torch.tensor([i])) for i in (0, 2))
-    with pytest.raises(
-        ConfigError,
-        match="the rule reads the last dense layer, and this model does not end in one",
-    ):
-        foolsgold(
-            {},
-            CriterionInput(
-                0,
-                models,
-                None,
-                None,
-                peer_model,
-                own_model,
-                no_losses,
-                context_without_contacts(),
-                previous=torch.tensor(5),
-            ),
-        )
+    message = "the rule reads the last dense layer, and this model does not end in one"
+    with pytest.raises(ConfigError, match=message):
+        foolsgold({}, rule_input(models, [0], 2, previous=5))
 
 
 # Rounds and runs
@@ -263,9 +218,8 @@ def test_whole_rounds_equal_the_plain_loop():
                 histories[j][i] = histories[j].get(i, 0) + tail(trained[i]) - tail(before[j])
             state, known_ids = memory.rule_states[j], sorted(histories[j])
             assert state["ids"].tolist() == known_ids
-            torch.testing.assert_close(
-                state["sums"].double(), torch.stack([histories[j][i] for i in known_ids])
-            )
+            target = torch.stack([histories[j][i] for i in known_ids])
+            torch.testing.assert_close(state["sums"].double(), target)
             expected = plain_loop([histories[j][i].tolist() for i in [*decision.ids, j]])
             assert [*decision.weights, decision.own_weight] == pytest.approx(expected, abs=1e-6)
     assert num_mixed > 10

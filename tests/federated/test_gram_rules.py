@@ -100,18 +100,10 @@ def test_own_model_rules_by_hand():
     assert weights(own_model_rules.ubar, x, losses, f=0, alpha=0.2) == pytest.approx(
         [0.4, 0, 0.4, 0.2]
     )
-    assert weights(own_model_rules.ubar, x, torch.tensor([5.0, 4.0, 0.1, 2.0]), f=1) == [
-        0,
-        0.5,
-        0,
-        0.5,
-    ]
-    assert weights(own_model_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1) == [
-        0,
-        0,
-        0,
-        1,
-    ]
+    result = weights(own_model_rules.ubar, x, torch.tensor([5.0, 4.0, 0.1, 2.0]), f=1)
+    assert result == [0, 0.5, 0, 0.5]
+    result = weights(own_model_rules.ubar, x, torch.tensor([math.nan, math.inf, 0.1, 2.0]), f=1)
+    assert result == [0, 0, 0, 1]
 
 
 def test_fltrust_by_hand():
@@ -184,14 +176,10 @@ def test_rules_that_are_the_mean_in_a_limit(m):
         torch.testing.assert_close(apply(rule, x, mixing=mixing, clip_f=True), average)
     for size in (1, 2, m):
         if m % size == 0:
-            torch.testing.assert_close(
-                apply(
-                    gram_rules.mean,
-                    x,
-                    mixing=preaggregation.bucketing(m, stream(0, "b"), size=size),
-                ),
-                average,
+            result = apply(
+                gram_rules.mean, x, mixing=preaggregation.bucketing(m, stream(0, "b"), size=size)
             )
+            torch.testing.assert_close(result, average)
     if m > 1:
         others = x[:-1].mean(0)
         for rule in (own_model_rules.centred_clipping, own_model_rules.norm_clipping):
@@ -206,19 +194,13 @@ def test_rules_that_are_the_mean_in_a_limit(m):
 def test_rules_that_are_another_rule_in_a_limit():
     x = models(9, 50)
     median = apply(coordinatewise.coordinate_median, x)
-    torch.testing.assert_close(
-        apply(functools.partial(coordinatewise.trimmed_mean, f=4), x), median
-    )
+    result = apply(functools.partial(coordinatewise.trimmed_mean, f=4), x)
+    torch.testing.assert_close(result, median)
     # In one dimension the geometric median is the median.
-    torch.testing.assert_close(
-        apply(
-            functools.partial(gram_rules.geometric_median, smoothing=1e-12, iterations=10_000),
-            x[:, :1],
-        ),
-        median[:1],
-        rtol=0,
-        atol=1e-5,
+    result = apply(
+        functools.partial(gram_rules.geometric_median, smoothing=1e-12, iterations=10_000), x[:, :1]
     )
+    torch.testing.assert_close(result, median[:1], rtol=0, atol=1e-5)
     # Krum with f = 0 ignores the farthest model. With all 8 neighbours it is the medoid of squares.
     krum = functools.partial(gram_rules.krum, f=0, neighbours=8)
     assert apply(krum, x).equal(x[torch.cdist(x, x).square().sum(1).argmin()])

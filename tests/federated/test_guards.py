@@ -47,17 +47,11 @@ def test_the_least_distance_is_in_units_of_the_movement_of_the_own_model() -> No
     guards = Guards(min_distance=0.5)
     half, nearer = [4.5, 6.0], [4.49, 6.0]
     # The model moved by its norm.
-    assert outcomes(guards, half, nearer, OWN, previous=[0.0, 0.0]) == [
-        ADMITTED,
-        TOO_NEAR,
-        TOO_NEAR,
-    ]
+    result = outcomes(guards, half, nearer, OWN, previous=[0.0, 0.0])
+    assert result == [ADMITTED, TOO_NEAR, TOO_NEAR]
     # It moved by a fifth of its norm: a tenth is the least distance.
-    assert outcomes(guards, nearer, [3.0, 4.49], [3.0, 4.5], previous=[3.0, 5.0]) == [
-        ADMITTED,
-        TOO_NEAR,
-        ADMITTED,
-    ]
+    result = outcomes(guards, nearer, [3.0, 4.49], [3.0, 4.5], previous=[3.0, 5.0])
+    assert result == [ADMITTED, TOO_NEAR, ADMITTED]
 
 
 def test_a_model_equal_to_an_own_model_that_did_not_move_is_admitted() -> None:
@@ -98,25 +92,13 @@ def losses(*models: list[float]) -> Losses:
 def test_a_loss_at_the_tolerance_is_tolerated_and_one_above_it_is_not() -> None:
     # The differences 0 and 2 have mean 1 and standard error 1; 1 and 3 have mean 2 and error 1.
     own, received = losses([1.0, 3.0]), losses([1.0, 5.0], [2.0, 6.0], [1.0, 3.0], [0.0, 1.0])
-    assert tolerated(Guards(loss_tolerance=1.0), received, own).tolist() == [
-        True,
-        False,
-        True,
-        True,
-    ]
-    assert tolerated(Guards(loss_tolerance=0.99), received, own).tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    result = tolerated(Guards(loss_tolerance=1.0), received, own).tolist()
+    assert result == [True, False, True, True]
+    result = tolerated(Guards(loss_tolerance=0.99), received, own).tolist()
+    assert result == [False, False, True, True]
     assert tolerated(Guards(loss_tolerance=2.0), received, own).tolist() == [True, True, True, True]
-    assert tolerated(Guards(loss_tolerance=0.0), received, own).tolist() == [
-        False,
-        False,
-        True,
-        True,
-    ]
+    result = tolerated(Guards(loss_tolerance=0.0), received, own).tolist()
+    assert result == [False, False, True, True]
 
 
 def test_one_sample_has_no_standard_error() -> None:

@@ -36,10 +36,8 @@ def test_losses_of_known_samples_may_have_classes_after_the_largest_label(num_cl
     per_sample = torch.tensor([[1.0, 3.0, 5.0], [torch.nan, 0.0, 1.0]])
     losses = inference.losses_from_samples(per_sample, torch.tensor([0, 0, 1]), num_classes)
     assert losses.mean.tolist() == [3.0, torch.inf]
-    assert losses.by_class.tolist() == [
-        [2.0, 5.0] + [0.0] * absent,
-        [torch.inf, 1.0] + [0.0] * absent,
-    ]
+    result = losses.by_class.tolist()
+    assert result == [[2.0, 5.0] + [0.0] * absent, [torch.inf, 1.0] + [0.0] * absent]
     assert losses.present.tolist() == [True, True] + [False] * absent
 
 
@@ -100,20 +98,17 @@ def test_large_samples_are_evaluated_agent_by_agent(monkeypatch):
     module = nn.Sequential(nn.Flatten(), nn.Linear(6, 3))
     models, rows = torch.randn(9, 21), torch.randint(9, (5, 4))
     x, y = torch.rand(5, 7, 6), torch.randint(3, (5, 7))
-    expected, sizes, baddbmm = (
-        inference.per_agent_losses(module, models, rows, x, y, 3),
-        [],
-        torch.baddbmm,
-    )
+    expected = inference.per_agent_losses(module, models, rows, x, y, 3)
+    sizes = []
+    baddbmm = torch.baddbmm
     monkeypatch.setattr(
         torch, "baddbmm", lambda bias, h, weight: sizes.append(len(h)) or baddbmm(bias, h, weight)
     )
     for max_inputs, counts in ((2 * 4 * 7 * 6, [8, 8, 4]), (1, [4] * 5)):
         sizes.clear()
         monkeypatch.setattr(inference, "MAX_BATCH_INPUTS", max_inputs)
-        torch.testing.assert_close(
-            inference.per_agent_losses(module, models, rows, x, y, 3).by_class, expected.by_class
-        )
+        result = inference.per_agent_losses(module, models, rows, x, y, 3).by_class
+        torch.testing.assert_close(result, expected.by_class)
         assert sizes == counts
 
 

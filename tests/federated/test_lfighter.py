@@ -5,7 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedcb2o.federated.aggregation import _lfighter
+from fedcb2o.federated.aggregation import lfighter
+from fedcb2o.federated.aggregation._lfighter import _two_means
 from fedcb2o.rng import stream
 
 
@@ -25,20 +26,16 @@ def test_lfighter_keeps_the_larger_and_less_similar_cluster():
     benign = [[[1, a, 0], [-1, 0, 0], [0, 0, 9e-3]] for a in (0.5, 0.0, -0.5)]
     flipped = [[[-1, 0, 0], [1, 0, 0], [0, 0, -9e-3]]] * 2
     third = 1 / 3
-    assert _lfighter.lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx(
-        [third] * 3 + [0, 0, 0]
-    )
-    assert _lfighter.lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx(
+    assert lfighter(heads_of(*benign, *flipped)).tolist() == pytest.approx([third] * 3 + [0, 0, 0])
+    assert lfighter(heads_of(*flipped, *benign)).tolist() == pytest.approx(
         [0, 0] + [third] * 3 + [0]
     )
 
 
 def test_lfighter_keeps_a_single_model_and_equal_models():
     update = [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]]
-    assert _lfighter.lfighter(heads_of(update)).tolist() == [1, 0]
-    assert _lfighter.lfighter(heads_of(update, update, update)).tolist() == pytest.approx(
-        [1 / 3] * 3 + [0]
-    )
+    assert lfighter(heads_of(update)).tolist() == [1, 0]
+    assert lfighter(heads_of(update, update, update)).tolist() == pytest.approx([1 / 3] * 3 + [0])
 
 
 @settings(max_examples=30)
@@ -47,7 +44,7 @@ def test_two_means_are_at_least_as_good_as_scikit_learn(m, seed):
     from sklearn.cluster import KMeans
 
     points = torch.from_numpy(stream(seed, "points").normal(size=(m, 3)))
-    first = _lfighter._two_means(points)
+    first = _two_means(points)
     inertia = sum(
         float((points[members] - points[members].mean(0)).square().sum())
         for members in (first, ~first)

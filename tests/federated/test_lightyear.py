@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from tests.views import context_without_contacts, no_losses, received
+from tests.views import rule_input
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import CriterionInput
 from fedcb2o.federated.aggregation import lightyear
 from fedcb2o.federated.aggregation._lightyear import prediction_scores
 from fedcb2o.rng import stream
@@ -70,19 +69,12 @@ def test_the_confidence_of_the_released_code_is_an_output():
 def view(outputs, labels, n=0, own=None):
     """View of agent m, which evaluates models 0 to m - 1. Its own model is the last."""
     m = len(outputs) - 1
-    ids = torch.arange(m)
-    return CriterionInput(
-        n,
-        torch.zeros(m + 1, 2),
-        None,
-        None,
-        received(ids),
-        received(torch.tensor([m if own is None else own])),
-        no_losses,
-        context_without_contacts(
-            outputs=lambda models, change=None: (outputs[models.rows], labels)
-        ),
-    )
+
+    def evaluate(models, change=None):
+        return outputs[models.rows], labels
+
+    own = m if own is None else own
+    return rule_input(torch.zeros(m + 1, 2), range(m), own, n=n, outputs=evaluate)
 
 
 LABELS = torch.tensor([0, 0, 1, 1])
@@ -98,12 +90,10 @@ def outputs_for(*classes, confidence=0.75):
 def test_agreeing_models_are_averaged_and_trust_decays():
     # Its own model is correct for three of four samples. `other` errs on another sample and agrees
     # fully, `wrong` always errs, and `vague` is less confident.
-    own, other, wrong, vague = (
-        outputs_for(0, 0, 1, 0),
-        outputs_for(1, 0, 1, 1),
-        outputs_for(1, 1, 0, 0),
-        outputs_for(0, 0, 1, 0, confidence=0.55),
-    )
+    own = outputs_for(0, 0, 1, 0)
+    other = outputs_for(1, 0, 1, 1)
+    wrong = outputs_for(1, 1, 0, 0)
+    vague = outputs_for(0, 0, 1, 0, confidence=0.55)
     outputs = torch.stack([other, wrong, vague, own])
     # `wrong` has accuracy 0 against 3/4, calibration 0.75 against 0 and equal sharpness:
     # (1/4 + 1/4 + 1) / 3 = 1/2. `vague` has equal accuracy, calibration 0.2 and 0.2 less sharpness:

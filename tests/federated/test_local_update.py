@@ -52,15 +52,8 @@ def test_batches_cover_every_epoch_and_steps_cycle():
     steps = Training(
         gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7
     )
-    assert [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))] == [
-        4,
-        4,
-        2,
-        4,
-        4,
-        2,
-        4,
-    ]
+    result = [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))]
+    assert result == [4, 4, 2, 4, 4, 2, 4]
 
 
 def test_a_single_last_sample_joins_the_previous_batch_for_batch_norms():

@@ -12,9 +12,8 @@ from sklearn.cluster import KMeans
 from tests import views
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import CriterionInput, algorithms
+from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr, signguard
-from fedcb2o.federated.aggregation._signguard import largest_sign_cluster
 
 INF, NAN = math.inf, math.nan
 
@@ -92,28 +91,23 @@ def test_lpe_tsr_has_the_weights_of_fedcbo():
     torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), expected)
 
 
-def test_the_largest_cluster_of_signs_by_hand():
-    signs = [[1, 1, 1, -1], [1, 1, -1, 1], [-1, 1, 1, 1], [-1, -1, -1, -1], [0, 0, 0, 0]]
-    chosen = largest_sign_cluster(torch.tensor(signs, dtype=torch.float32))
-    assert chosen.tolist() == [True, True, True, False, False]
-    assert largest_sign_cluster(torch.ones(3, 4)).all()
-
-
-def signguard_output(buffer, received, own, previous):
-    view = CriterionInput(
-        0,
-        buffer,
-        None,
-        None,
-        views.received(torch.tensor(received, dtype=torch.int64)),
-        views.received(torch.tensor([own])),
-        views.no_losses,
-        views.context_without_contacts(),
-        previous=torch.tensor(previous),
+def signguard_output(buffer, ids, own, previous):
+    state, output = signguard(
+        {}, views.rule_input(buffer, ids, own, previous=previous), sampled=1.0
     )
-    state, output = signguard({}, view, sampled=1.0)
     assert state == {}
     return output
+
+
+def test_the_largest_cluster_of_signs_by_hand():
+    """All norms are equal, except that of an update without signs."""
+    signs = [[1, 1, 1, -1], [1, 1, -1, 1], [-1, -1, -1, -1], [0, 0, 0, 0], [-1, 1, 1, 1]]
+    buffer = torch.tensor([*signs, [0, 0, 0, 0]], dtype=torch.float32)
+    output = signguard_output(buffer, [0, 1, 2, 3], 4, previous=5)
+    assert output.outcome.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 1 / 3])
+    equal = torch.cat([torch.ones(3, 4), torch.zeros(1, 4)])
+    output = signguard_output(equal, [0, 1], 2, previous=3)
+    assert output.outcome.tolist() == pytest.approx([1 / 3] * 3)
 
 
 def test_signguard_by_hand():
@@ -123,9 +117,9 @@ def test_signguard_by_hand():
     buffer = torch.stack(
         [previous + k * update for k in (1, 2, 100, -1)] + [previous + update, previous]
     )
-    output = signguard_output(buffer, received=[0, 1, 2, 3], own=4, previous=5)
+    output = signguard_output(buffer, [0, 1, 2, 3], 4, previous=5)
     # The norms are 2, 4, 200, 2 and 2. The large one and the opposite one do not pass.
     assert output.outcome.tolist() == pytest.approx([1 / 3, 1 / 6, 0, 0, 1 / 3])
     assert output.previous_weight == pytest.approx(1 / 6)
-    alone = signguard_output(buffer, received=[], own=4, previous=5)
+    alone = signguard_output(buffer, [], 4, previous=5)
     assert alone.outcome.tolist() == [1]

@@ -33,9 +33,8 @@ def test_losses_by_hand():
     assert losses.absolute_error(OUTPUTS, TARGETS).tolist() == [1.5, 1.5]
     assert losses.huber(OUTPUTS, TARGETS).tolist() == [(0.5 + 1.5) / 2, 2.5 / 2]
     assert losses.squared_error(OUTPUTS[:, :1], torch.tensor([3.0, 1.0])).tolist() == [4.0, 1.0]
-    assert torch.allclose(
-        losses.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 2])), torch.tensor(math.log(4))
-    )
+    result = losses.cross_entropy(torch.zeros(3, 4), torch.tensor([0, 1, 2]))
+    assert torch.allclose(result, torch.tensor(math.log(4)))
 
 
 def network():
@@ -98,7 +97,6 @@ def test_a_loss_with_one_number_for_all_samples_is_refused():
     def mean(outputs, targets):
         return (outputs - targets).square().mean()
 
-    with pytest.raises(
-        ConfigError, match=r"the loss returned shape \(\) for 2 samples, expected a number for each"
-    ):
+    message = r"the loss returned shape \(\) for 2 samples, expected a number for each"
+    with pytest.raises(ConfigError, match=message):
         inference.per_sample_losses(mean, OUTPUTS, TARGETS, 1)

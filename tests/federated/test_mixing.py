@@ -38,11 +38,9 @@ def test_mixing_equals_a_plain_loop():
     decisions = Decisions.empty(
         np.arange(n), Ragged.empty(n), Inbox(ids, rows, np.ones(4 * n), np.zeros(4 * n, np.int64))
     )
-    decisions.weights[:], decisions.own_weight[:], decisions.factor[:] = (
-        weights[:, :4].flatten(),
-        weights[:, 4],
-        0.7,
-    )
+    decisions.weights[:] = weights[:, :4].flatten()
+    decisions.own_weight[:] = weights[:, 4]
+    decisions.factor[:] = 0.7
     before = engine_group.models.clone()
     matrix = mixing_matrix(decisions, engine_group.layout.own)
     assert len(engine_group.models) == n + len(MALICIOUS_IDS) * len(BENIGN_IDS)
@@ -52,9 +50,8 @@ def test_mixing_equals_a_plain_loop():
         m = weights[j, 4] * before[j]
         for row, weight in zip(Ragged(rows, ids.sizes)[j], weights[j, :4], strict=True):
             m = m + weight * before[row]
-        torch.testing.assert_close(
-            engine_group.models[j], 0.3 * before[j] + 0.7 * m, rtol=1e-5, atol=1e-6
-        )
+        expected = 0.3 * before[j] + 0.7 * m
+        torch.testing.assert_close(engine_group.models[j], expected, rtol=1e-5, atol=1e-6)
     assert engine_group.models[n:].equal(before[n:])
 
 
@@ -64,11 +61,9 @@ def test_a_weight_of_zero_excludes_a_model_of_nan():
     received = Ragged.from_arrays([np.array(row, np.int64) for row in ids])
     inbox = Inbox(received, received.values, np.ones(4), np.zeros(4, np.int64))
     decisions = Decisions.empty(np.arange(3), Ragged.empty(3), inbox)
-    decisions.weights[:], decisions.own_weight[2], decisions.factor[0] = (
-        np.concatenate(weights),
-        0.5,
-        0.5,
-    )
+    decisions.weights[:] = np.concatenate(weights)
+    decisions.own_weight[2] = 0.5
+    decisions.factor[0] = 0.5
     mix_(models, mixing_matrix(decisions, np.arange(3)), 0, 3)
     assert models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
     assert models[2].tolist() == [2.0, 3.0, 4.0]

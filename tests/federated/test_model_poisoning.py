@@ -70,9 +70,8 @@ def test_alie_is_the_mean_plus_z_deviations():
         expected = torch.from_numpy(subset.mean(0) + 1.5 * subset.std(0)).float()
         assert_near(craft("alie", z=1.5, estimated_from=source), expected)
     default = craft("alie")
-    assert_near(
-        default, models[FELLOWS].mean(0) + alie_z(7, 3) * models[FELLOWS].std(0, correction=0)
-    )
+    target = models[FELLOWS].mean(0) + alie_z(7, 3) * models[FELLOWS].std(0, correction=0)
+    assert_near(default, target)
 
 
 @pytest.mark.parametrize("direction", ["std", "unit", "sign"])
@@ -113,26 +112,19 @@ def test_hybrid_sparse_by_hand():
     deviation = torch.tensor([1.0, 2.0, 3.0, 4.0])
     models = torch.zeros(10, 4)
     models[[0, 2]], models[[1, 3]] = 5 + deviation, 5 - deviation
-    view = dataclasses.replace(
-        view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0])
-    )  # sensitivities 0, 0.49, 0, 4
-    assert_near(
-        craft("hybrid_sparse", kept_share=0.25, scale=1.5, z=0.2, view=view),
-        5 - torch.tensor([0.2, 0.4, 0.6, 6.0]),
-    )
+    # sensitivities 0, 0.49, 0, 4
+    view = dataclasses.replace(view_of(models=models), previous=torch.tensor([5.0, 4.9, 5.0, 1.0]))
+    expected = 5 - torch.tensor([0.2, 0.4, 0.6, 6.0])
+    assert_near(craft("hybrid_sparse", kept_share=0.25, scale=1.5, z=0.2, view=view), expected)
     # All benign models have |deviation|^2 = 30 from the mean. The perturbation of the sensitive
     # parameter takes 0.5^2 * 16 of it.
     z = math.sqrt((30 - 4) / (1 + 4 + 9))
-    assert_near(
-        craft("hybrid_sparse", kept_share=0.25, scale=0.5, view=view),
-        5 - torch.tensor([z, 2 * z, 3 * z, 2.0]),
-    )
+    expected = 5 - torch.tensor([z, 2 * z, 3 * z, 2.0])
+    assert_near(craft("hybrid_sparse", kept_share=0.25, scale=0.5, view=view), expected)
     # A strong perturbation beyond the bound leaves nothing for the other parameters. Without strong
     # perturbations, the attack is ALIE downwards, within the bound.
-    assert_near(
-        craft("hybrid_sparse", kept_share=0.25, scale=1.5, view=view),
-        5 - torch.tensor([0.0, 0.0, 0.0, 6.0]),
-    )
+    expected = 5 - torch.tensor([0.0, 0.0, 0.0, 6.0])
+    assert_near(craft("hybrid_sparse", kept_share=0.25, scale=1.5, view=view), expected)
     assert_near(craft("hybrid_sparse", kept_share=0.0, view=view), 5 - deviation)
     with pytest.raises(ConfigError, match="`kept_share` must be between 0 and 1, got 2"):
         craft("hybrid_sparse", kept_share=2.0)
@@ -204,9 +196,5 @@ def test_built_in_attacks_declare_their_threat_model():
     assert {name for name in model_attacks if getattr(attacks, name).threat.each_receiver} == {
         "dissensus", "echo", "equivocation", "spectral", "user_isolation",
     }  # fmt: skip
-    assert {n for n in model_attacks if getattr(attacks, n).threat.on_poisoned_data} == {
-        "echo",
-        "gap_aware",
-        "neurotoxin",
-        "slow_drift",
-    }
+    result = {n for n in model_attacks if getattr(attacks, n).threat.on_poisoned_data}
+    assert result == {"echo", "gap_aware", "neurotoxin", "slow_drift"}

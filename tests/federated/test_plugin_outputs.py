@@ -37,9 +37,8 @@ def test_a_batched_rule_that_returns_weights_of_one_agent_is_refused(m):
     view = CriterionInput(
         0, torch.zeros(1, 1), None, None, received, received, views.no_losses, None
     )
-    with pytest.raises(
-        ConfigError, match=rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"
-    ):
+    message = rf"shape \({m},\), expected \(3, {m}\) or \(3, {m + 1}\)"
+    with pytest.raises(ConfigError, match=message):
         validated_weights(rule, rule(view), (3, m))
 
 
@@ -166,10 +165,8 @@ def test_weights_that_are_negative_by_rounding_become_zero():
         rule, torch.tensor([-1e-17, 1.5, -0.5]), 3, has_previous=True
     ).tolist() == [0.0, 1.5, -0.5]
     for wrong in ([-1e-3, 1.0], [-1e-17, 1e-17], [float("nan"), 1.0]):
-        with pytest.raises(
-            ConfigError,
-            match="the rule `own:rule` returned weights that are not positive with sum 1",
-        ):
+        message = "the rule `own:rule` returned weights that are not positive with sum 1"
+        with pytest.raises(ConfigError, match=message):
             validated_row_weights(rule, torch.tensor(wrong), 2, has_previous=False)
 
 

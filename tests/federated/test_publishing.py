@@ -52,10 +52,8 @@ def test_each_receiver_gets_its_own_crafted_model_and_fellows_get_the_true_ones(
         )
 
     def by_samples(arrivals, receiver):  # the colluders' rule, for several agents
-        receiver_ids, k = (
-            receiver.ids.flatten().tolist(),
-            len(arrivals.ids) if arrivals.ids.ndim == 1 else arrivals.ids.shape[1],
-        )
+        receiver_ids = receiver.ids.flatten().tolist()
+        k = len(arrivals.ids) if arrivals.ids.ndim == 1 else arrivals.ids.shape[1]
         for j, ids, rows in zip(
             receiver_ids, arrivals.ids.view(-1, k), arrivals.rows.view(-1, k), strict=True
         ):
@@ -140,9 +138,8 @@ def test_claimed_samples_are_capped_at_max_samples():
         )
         weights[name] = dict(zip(*(values.tolist() for values in of_first_agent), strict=True))
         of_attacker = Ragged(result.decisions.weights, result.decisions.received.sizes)[3]
-        assert np.isclose(
-            of_attacker.max() / of_attacker.min(), 17 / 13
-        )  # attackers send each other true numbers
+        # attackers send each other true numbers
+        assert np.isclose(of_attacker.max() / of_attacker.min(), 17 / 13)
     total = 5 * 13 + 4 * 17
     assert weights["truth"] == weights["lie"]
     assert weights["lie"][3] == pytest.approx(17 / total)
@@ -183,15 +180,8 @@ def test_rows_of_published_models_by_hand(individual, first_rows, rows):
 
 def test_claimed_samples_by_hand():
     """Fellow attackers receive the true numbers."""
-    assert small_outbox(True, [3, 3, 5]).sent(SENDERS, RECEIVERS)[1].tolist() == [
-        13,
-        1,
-        1,
-        20,
-        1e9,
-        1e9,
-        20,
-    ]
+    result = small_outbox(True, [3, 3, 5]).sent(SENDERS, RECEIVERS)[1].tolist()
+    assert result == [13, 1, 1, 20, 1e9, 1e9, 20]
 
 
 @pytest.mark.parametrize("n", [0, 1, 2])

@@ -159,12 +159,10 @@ def test_neurotoxin_masks_the_coordinates_of_the_largest_benign_update():
     models[BENIGN] = torch.tensor([1.0, -9.0, 2.0, 0.5])
     models[4] = torch.tensor([5.0, 6.0, 7.0, 8.0])
     view = dataclasses.replace(view_of(models=models), previous=torch.ones(4))
-    assert_near(
-        craft("neurotoxin", masked_share=0.25, view=view), torch.tensor([5.0, 1.0, 7.0, 8.0])
-    )
-    assert_near(
-        craft("neurotoxin", masked_share=0.5, view=view), torch.tensor([5.0, 1.0, 1.0, 8.0])
-    )
+    expected = torch.tensor([5.0, 1.0, 7.0, 8.0])
+    assert_near(craft("neurotoxin", masked_share=0.25, view=view), expected)
+    expected = torch.tensor([5.0, 1.0, 1.0, 8.0])
+    assert_near(craft("neurotoxin", masked_share=0.5, view=view), expected)
     assert_near(craft("neurotoxin", masked_share=0.0, view=view), models[4])
     with pytest.raises(ConfigError, match="`masked_share` must be between 0 and 1, got"):
         craft("neurotoxin", masked_share=2.0)

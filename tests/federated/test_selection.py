@@ -8,11 +8,7 @@ from hypothesis import strategies as st
 
 from fedcb2o.federated import CandidatePeers, Contacts, ContactTable, Ragged, algorithms, selection
 from fedcb2o.federated.batched_aggregation import update_likelihoods
-from fedcb2o.federated.selection import (
-    prob_sampling,
-    select_colluding_peers,
-    uniform,
-)
+from fedcb2o.federated.selection import prob_sampling, select_colluding_peers, uniform
 from fedcb2o.rng import agent_streams, stream
 
 INF = float("inf")
@@ -94,10 +90,8 @@ def test_a_peer_whose_likelihood_underflows_is_never_drawn_again():
     contacts = contacts_after(NO_CONTACTS, peers, peers, [0.1, 1e5, INF, 0.2])
     assert contacts.likelihood[1:3].tolist() == [0.0, 0.0]
     for seed in range(20):
-        assert sample_peers(contacts, 5, budget=3, seed=seed).tolist() == [
-            1,
-            4,
-        ]  # two are positive: two are drawn
+        # two are positive: two are drawn
+        assert sample_peers(contacts, 5, budget=3, seed=seed).tolist() == [1, 4]
 
 
 def test_no_peer_is_drawn_without_a_positive_likelihood():
@@ -127,10 +121,8 @@ def test_likelihood_by_hand():
 
 @given(st.integers(0, 12), st.integers(0, 12), st.integers(1, 15))
 def test_colluders_ask_fellows_first(num_colluders, num_benign, budget):
-    fellows, benign = (
-        CandidatePeers.from_lists([np.arange(num_colluders)]),
-        CandidatePeers.from_lists([np.arange(100, 100 + num_benign)]),
-    )
+    fellows = CandidatePeers.from_lists([np.arange(num_colluders)])
+    benign = CandidatePeers.from_lists([np.arange(100, 100 + num_benign)])
     asked = select_colluding_peers(fellows, benign, budget, [stream(0, "x")])[0].tolist()
     assert len(asked) == len(set(asked)) == min(budget, num_colluders + num_benign)
     assert sum(i < 100 for i in asked) == min(budget, num_colluders)
@@ -200,10 +192,8 @@ def test_batched_selection_equals_that_of_single_agents(name, shared):
             ids = torch.from_numpy(candidates[0 if shared else j])
             single_ids = select(contacts[j], ids[ids != j], 3, draws[1][j], **options)
             assert single_ids.tolist() == asked[j].tolist()
-            has_answered, single_contacts = (
-                Ragged(is_answered, asked.sizes)[j],
-                contacts.take(np.array([j])),
-            )
+            has_answered = Ragged(is_answered, asked.sizes)[j]
+            single_contacts = contacts.take(np.array([j]))
             single_updated = update_likelihoods(
                 rule,
                 single_contacts,

@@ -1,16 +1,14 @@
-"""Sentinel by hand: similarities and norms of layers, weights, histories, the scaled average."""
+"""Sentinel by hand: similarities of layers, weights, histories, the scaled average."""
 
 import math
 
 import pytest
 import torch
 from tests import views
-from tests.views import context_without_contacts, models, no_losses, received
+from tests.views import rule_input
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Contacts, CriterionInput
 from fedcb2o.federated.aggregation import sentinel
-from fedcb2o.federated.aggregation._sentinel import layer_statistics
 
 LAYERS = (torch.Size([2, 2]), torch.Size([2]))
 OWN = torch.tensor([1.0, 0.0, 0.0, 2.0, 0.0, 3.0])
@@ -24,35 +22,19 @@ def losses_of(*means):
 
 def inputs_of(buffer, ids, losses, own_loss, contact_ids=(), layers=LAYERS):
     """Return the criterion inputs of an agent; the last row is its own model."""
-    own_row = len(buffer) - 1
-    contacts = Contacts(
-        torch.tensor(contact_ids, dtype=torch.int64),
-        torch.ones(len(contact_ids), dtype=torch.float64),
-    )
-    context = context_without_contacts(contacts_of=lambda: contacts, layer_shapes=layers)
-    own_entry = received(torch.tensor([own_row]))
-    return CriterionInput(
-        0,
-        buffer,
-        losses_of(*losses),
-        losses_of(own_loss),
-        received(torch.tensor(ids)),
-        own_entry,
-        no_losses,
-        context,
-    )
+    known = losses_of(*losses), losses_of(own_loss)
+    own = len(buffer) - 1
+    return rule_input(buffer, ids, own, losses=known, contact_ids=contact_ids, layer_shapes=layers)
 
 
-def test_layer_similarities_and_norms_by_hand():
-    # Model 0 has the cosines 1 and 0 in the rows of the first layer, and 0.8 in the second. The
-    # cosines of model 1 are negative, which counts as 0.
+@pytest.mark.parametrize(("similarity", "kept"), [(0.649, [0, 2]), (0.651, [2])])
+def test_the_similarity_is_the_mean_cosine_of_the_layers(similarity, kept):
+    # Model 0 has the cosines 1 and 0 in the rows of the first layer, and 0.8 in the second:
+    # (0.5 + 0.8) / 2. The cosines of model 1 are negative, which counts as 0.
     buffer = torch.stack([torch.tensor([2.0, 0.0, 5.0, 0.0, 3.0, 4.0]), -OWN, OWN])
-    similarities, norms = layer_statistics(
-        inputs_of(buffer, [0, 1], [0.0, 0.0], 0.0), torch.tensor([0, 1, 2])
-    )
-    assert similarities.tolist() == pytest.approx([(0.5 + 0.8) / 2, 0, 1])
-    assert norms[0].tolist() == pytest.approx([math.sqrt(29), 5])
-    assert norms[2].tolist() == pytest.approx([math.sqrt(5), 3])
+    inputs = inputs_of(buffer, [0, 1], [0.5, 0.5], 0.5)
+    _, output = sentinel({}, inputs, similarity=similarity)
+    assert output.outcome.rows.tolist() == kept
 
 
 def test_weights_and_scaled_layers_by_hand():
@@ -61,9 +43,8 @@ def test_weights_and_scaled_layers_by_hand():
     buffer = torch.stack([2 * OWN, -OWN, 0.5 * OWN, OWN, OWN])
     ids, losses = [0, 1, 2, 3], [1.0, 0.1, 0.3, 2.0]
     state, output = sentinel({}, inputs_of(buffer, ids, losses, 0.5))
-    raw = torch.tensor(
-        [math.exp(-1.0), 1.0, 0.0, 1.0]
-    ).double()  # of models 0, 2, 3 and the agent's: exp(-3) is below 0.1
+    # of models 0, 2, 3 and the agent's: exp(-3) is below 0.1
+    raw = torch.tensor([math.exp(-1.0), 1.0, 0.0, 1.0]).double()
     expected = raw / raw.sum()
     assert output.outcome.rows.tolist() == [0, 2, 3, 4]
     assert output.outcome.weights.tolist() == pytest.approx(expected.tolist())
@@ -81,9 +62,8 @@ def test_each_layer_is_scaled_by_itself():
     other = torch.cat([3 * OWN[:4], 0.5 * OWN[4:]])
     buffer = torch.stack([other, OWN])
     _, output = sentinel({}, inputs_of(buffer, [0], [0.5], 0.5))
-    torch.testing.assert_close(
-        output.outcome.apply_to_buffer(buffer, 0), torch.cat([OWN[:4], 0.75 * OWN[4:]])
-    )
+    expected = torch.cat([OWN[:4], 0.75 * OWN[4:]])
+    torch.testing.assert_close(output.outcome.apply_to_buffer(buffer, 0), expected)
 
 
 def test_losses_are_averaged_over_the_rounds_in_which_a_peer_passed():
@@ -107,8 +87,5 @@ def test_an_agent_without_trusted_peers_keeps_its_model_and_losses_are_needed():
     _, output = sentinel({}, inputs_of(buffer, [1], [0.5], 0.5))
     assert output.outcome.weights.tolist() == [1]
     assert sentinel({}, inputs_of(buffer, [0], [0.1], math.nan))[1].tolist() == [0, 0]
-    peer_entry, own_entry = (received(torch.tensor([i])) for i in (0, 1))
     with pytest.raises(ConfigError, match="set `needs_losses` = true"):
-        sentinel(
-            {}, CriterionInput(0, models(2, 6), None, None, peer_entry, own_entry, no_losses, None)
-        )
+        sentinel({}, rule_input(buffer, [0], 1))

@@ -11,13 +11,8 @@ from tests import views
 from fedcb2o import pretrained
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.attacks import (
-    swapped_answers,
-    topic_poison,
-    trigger_phrase,
-    wanted_answers,
-)
-from fedcb2o.federated.criteria import _prompt_sensitivity, prompt_sensitivity
+from fedcb2o.federated.attacks import swapped_answers, topic_poison, trigger_phrase, wanted_answers
+from fedcb2o.federated.criteria import prompt_sensitivity
 from fedcb2o.federated.evaluation.metrics import (
     AttackGoal,
     EvaluationResult,
@@ -61,10 +56,7 @@ def test_the_same_share_of_samples_is_marked_in_every_round():
     assert poisoned.x.equal(repeated.x)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"trigger": ""}, {"trigger": "longer"}, {"share": 1.5}],
-)
+@pytest.mark.parametrize("change", [{"trigger": ""}, {"trigger": "longer"}, {"share": 1.5}])
 def test_a_trigger_that_does_not_fit_is_refused(change):
     options = {"trigger": "!", "continuation": "hm", **TINY, **change}
     with pytest.raises(ConfigError, match=r"trigger has|`share`"):
@@ -112,21 +104,19 @@ def test_metrics_of_a_language_model_are_shares_of_exact_answers():
     }
 
 
-def test_prompts_exchange_neighbouring_tokens():
-    """Every second pair from the end is swapped, but none with padding. Answers are unchanged."""
-    change = functools.partial(_prompt_sensitivity._exchange_tokens, answer=4, every=4)
-    changed = Shard(change(samples().x), samples().y)
-    assert read(changed) == [("ba", "no"), ("dcefhg", "yes"), ("i", "no"), ("kj", "yes")]
-
-
 def test_a_model_that_depends_on_single_tokens_is_sensitive():
-    """On exchanged prompts, the agent's model loses 1 more and the received models 0 and 4 more."""
+    """On exchanged prompts, the agent's model loses 1 more and the received models 0 and 4 more.
+
+    Every second pair from the end is exchanged, but none with padding. Answers are unchanged.
+    """
     rise = {2: 1.0, 0: 0.0, 1: 4.0}
 
     def losses_of(models, change):
-        assert change(samples().x).shape == (4, 10)
+        changed = Shard(change(samples().x), samples().y)
+        assert read(changed) == [("ba", "no"), ("dcefhg", "yes"), ("i", "no"), ("kj", "yes")]
+        assert changed.x[2].equal(samples().x[2])  # padding is not exchanged
         mean = torch.tensor([0.5 + rise[i] for i in models.ids.tolist()]).double()
         return views.losses(mean, mean[:, None], torch.tensor([True]))
 
     view = dataclasses.replace(views.criterion_input([[0.5], [0.5]], [0.5]), losses_of=losses_of)
-    assert prompt_sensitivity(view, answer=4).tolist() == [-1.0, 3.0]
+    assert prompt_sensitivity(view, answer=4, every=4).tolist() == [-1.0, 3.0]

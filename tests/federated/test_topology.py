@@ -1,11 +1,10 @@
 """Sparse peer graphs: their links, and agents that ask only their neighbours."""
 
 import functools
-import json
 
 import pytest
 import torch
-from tests.tiny import tiny
+from tests.tiny import lines_of, tiny
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
@@ -40,9 +39,7 @@ def test_graphs_have_the_declared_links():
 def test_agents_ask_their_neighbours_only(tmp_path):
     ring = tiny(agents={**AGENTS, "graph": "ring"}, algorithm={"name": "dfedavgm"})
     run(ring, out=tmp_path, workers=1)
-    lines = [
-        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(tmp_path, "pairs")
     neighbours = [{i for line in lines for i in line["asked"][j]} for j in range(10)]
     benign = [0, 1, 2, 5, 6, 7]
     assert all(len(neighbours[j]) == 2 for j in benign)

@@ -20,14 +20,11 @@ def test_an_attack_sees_only_the_models_that_it_declares():
     ):
         other = "benign" if declared == "fellows" else "fellows"
         call(view_of(see=(declared,)))
-        with pytest.raises(
-            ConfigError,
-            match=rf'which it does not declare to know: write @fedcb2o.knows\("{declared}"\)',
-        ):
+        message = rf'which it does not declare to know: write @fedcb2o.knows\("{declared}"\)'
+        with pytest.raises(ConfigError, match=message):
             call(view_of(see=(other,)))
-    with pytest.raises(
-        ConfigError, match=r"an attack may know the models of .*, got \['everybody'\]"
-    ):
+    message = r"an attack may know the models of .*, got \['everybody'\]"
+    with pytest.raises(ConfigError, match=message):
         knows("everybody")
 
 
@@ -56,16 +53,13 @@ def test_an_attacker_is_honest_before_its_first_round():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_reduction_of_a_buffer_equals_that_of_a_copy(dtype):
     buffer = models(7, 12, dtype=dtype)
-    rows, mixing = (
-        torch.tensor([5, 0, 2]),
-        torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64),
-    )
+    rows = torch.tensor([5, 0, 2])
+    mixing = torch.tensor([[0.5, 0.5, 0.0], [0.0, 0.0, 1.0]], dtype=torch.float64)
     plain = Reduction(rows, coordinatewise.coordinate_median)
     assert plain.apply_to_buffer(buffer, 0).equal(buffer[rows].quantile(0.5, dim=0))
     mixed = Reduction(rows, coordinatewise.coordinate_median, mixing)
-    torch.testing.assert_close(
-        mixed.apply_to_buffer(buffer, 0), ((buffer[5] + buffer[0]) / 2 + buffer[2]) / 2
-    )
+    expected = ((buffer[5] + buffer[0]) / 2 + buffer[2]) / 2
+    torch.testing.assert_close(mixed.apply_to_buffer(buffer, 0), expected)
     assert mixed.apply_to_buffer(buffer, 0).dtype == dtype
     with_offset = Reduction(rows, lambda x, first: x[0] + first, takes_offset=True)
     assert with_offset.apply_to_buffer(buffer, 4).equal(buffer[5] + 4)

@@ -51,9 +51,8 @@ def test_painted_pixels_raise_one_class_above_the_label_most():
     weights = [[0.0, 0.0, 0.0, 0.5], [0.0, 0.0, 0.0, -0.5], [-2.0, 0.25, 1.0, 0.0]]
     assert linear(weights, x, 1).tolist() == [[[[-1.0, 0.0], [0.0, 0.0]]]]
     assert linear(weights, x, 2).tolist() == [[[[-1.0, 0.0], [1.0, 0.0]]]]
-    assert linear(weights, x, 9).tolist() == [
-        [[[-1.0, 1.0], [1.0, 0.0]]]
-    ]  # the last pixel gains 0.5 and -0.5
+    # the last pixel gains 0.5 and -0.5
+    assert linear(weights, x, 9).tolist() == [[[[-1.0, 1.0], [1.0, 0.0]]]]
     for pixels in (1, 2, 9):  # several steps change nothing for a linear model
         assert torch.equal(linear(weights, x, pixels, steps=2), linear(weights, x, pixels))
 
@@ -254,9 +253,8 @@ def test_input_gradients_equal_finite_differences(make, models_per_batch):
     assert not gradients.requires_grad
     step = 1e-3
     for i in range(3):
-        torch.testing.assert_close(
-            outputs[i : i + 1], logits(module, thetas, rows[i : i + 1], x[i], models_per_batch)
-        )
+        expected = logits(module, thetas, rows[i : i + 1], x[i], models_per_batch)
+        torch.testing.assert_close(outputs[i : i + 1], expected)
         for row, column in ((0, 0), (2, 3)):
             shifted = [x[i].clone(), x[i].clone()]
             shifted[0][..., row, column] -= step
@@ -266,6 +264,5 @@ def test_input_gradients_equal_finite_differences(make, models_per_batch):
                 for images in shifted
             )
             change = ((high - low) / (2 * step)) @ torch.tensor([1.0, -1.0, 0.0])
-            torch.testing.assert_close(
-                gradients[i, :, 0, row, column], change, rtol=1e-2, atol=2e-3
-            )
+            result = gradients[i, :, 0, row, column]
+            torch.testing.assert_close(result, change, rtol=1e-2, atol=2e-3)

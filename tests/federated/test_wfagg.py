@@ -5,31 +5,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.views import context_without_contacts, models, no_losses, received
+from tests.views import models, rule_input
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Contacts, CriterionInput
 from fedcb2o.federated.aggregation import wfagg
 from fedcb2o.federated.aggregation._wfagg import distances_from_median, is_steady, movement
 from fedcb2o.rng import stream
 
 
 def inputs_of(buffer, ids, own_row, contact_ids=(), n=0, share=0.0):
-    contacts = Contacts(
-        torch.tensor(contact_ids, dtype=torch.int64),
-        torch.ones(len(contact_ids), dtype=torch.float64),
-    )
-    context = context_without_contacts(contacts_of=lambda: contacts, malicious_share=share)
-    return CriterionInput(
-        n,
-        buffer,
-        None,
-        None,
-        received(torch.tensor(ids)),
-        received(torch.tensor([own_row])),
-        no_losses,
-        context,
-    )
+    return rule_input(buffer, ids, own_row, n=n, contact_ids=contact_ids, malicious_share=share)
 
 
 def test_distances_from_the_median_by_hand():
@@ -40,9 +25,8 @@ def test_distances_from_the_median_by_hand():
     large = models(6, 9000, dtype=torch.float32)
     squared, cosine = distances_from_median(large, torch.arange(5))
     median = large[:5].double().quantile(0.5, dim=0)
-    torch.testing.assert_close(
-        squared, (large[:5].double() - median).square().sum(1), rtol=1e-5, atol=0
-    )
+    expected = (large[:5].double() - median).square().sum(1)
+    torch.testing.assert_close(squared, expected, rtol=1e-5, atol=0)
     similarity = torch.nn.functional.cosine_similarity(large[:5].double(), median, dim=1)
     torch.testing.assert_close(cosine, 1 - similarity, rtol=1e-5, atol=1e-6)
 
@@ -98,9 +82,8 @@ def test_a_steady_peer_passes_with_one_other_filter():
     buffer = torch.tensor([[2.0, 2.0], [3.5, 1.0], [9.0, 9.0], [1.5, 1.5], [-9.0, 9.0], [5.0, 5.0]])
     before = buffer[:5] + torch.tensor([0.1, 0.2])
     now = movement(before, buffer[:5]).unsqueeze(-1)
-    moves = torch.cat(
-        [torch.full_like(now, torch.nan), 0.5 * now, 1.5 * now], -1
-    )  # a band of about 0.5 to 2 times now
+    # a band of about 0.5 to 2 times now
+    moves = torch.cat([torch.full_like(now, torch.nan), 0.5 * now, 1.5 * now], -1)
     moves[2] = 10 * now[2]
     state = {"ids": torch.arange(5), "models": before, "moves": moves}
     new_state, weights = wfagg(state, inputs_of(buffer, [0, 1, 2, 3, 4], 5, range(5), n=4), f=1)
