@@ -237,13 +237,9 @@ def test_masses_of_several_adversaries_add_up():
         adversaries.static(2, (0.0, -1.0), mass=0.3),
     ]
     start = np.zeros((15, 2))
+    dynamics = Paper(alpha=0.0, beta=1.0)
     result = minimize(
-        circle,
-        last_coordinate,
-        initial=start,
-        adversaries=groups,
-        dynamics=Paper(alpha=0.0, beta=1.0),
-        maxiter=0,
+        circle, last_coordinate, initial=start, adversaries=groups, dynamics=dynamics, maxiter=0
     )
     # 15 benign particles at 0 and 5 malicious ones at (0, 1) share the remaining 0.5.
     assert result.x.tolist() == pytest.approx([0.2, 0.5 * 5 / 20 - 0.3])
@@ -388,10 +384,8 @@ def test_a_small_beta_filters_attackers_at_the_minimiser_of_g():
 
 def test_mass_decides_capture_not_the_number_of_attackers():
     """10 attackers with w_m = 0.3 capture the run; 600 with w_m = 0.01 do not."""
-    few, many = (
-        adversaries.static(10, (-1.0, 0.0), mass=0.3),
-        adversaries.static(600, (-1.0, 0.0), mass=0.01),
-    )
+    few = adversaries.static(10, (-1.0, 0.0), mass=0.3)
+    many = adversaries.static(600, (-1.0, 0.0), mass=0.01)
     settings = {**FACTS, "num_particles": 500, "maxiter": 200}
     for adversary, error in ((few, 2.0), (many, 0.0)):
         for quantile in ("plain", "averaged"):
@@ -451,16 +445,3 @@ def test_capture_warning_depends_on_the_benign_particles_left(
     assert bool(caught) == warned
     assert bool(result.notes) == warned
     assert all(str(warning.message) in result.notes for warning in caught)
-
-
-def test_capture_warning_is_a_user_warning_that_names_the_cure():
-    with pytest.warns(CaptureWarning, match="take delta_q > 0"):
-        minimize(
-            circle,
-            LURE,
-            2,
-            adversaries=adversaries.static(50, (-1.0, 0.0)),
-            maxiter=0,
-            dynamics="paper",
-        )
-    assert issubclass(CaptureWarning, UserWarning)

@@ -144,16 +144,14 @@ def test_one_particle_per_cluster_is_enough():
         [squared_distance_to(0.0), squared_distance_to(0.0)], dim=2, num_particles=1, maxiter=5
     ).x.shape == (2, 2)
     attacked = fedcb2o.Adversary(lambda view: (0.0, 0.0), 3, [1.0, 0.0])
-    assert (
-        minimize(
-            squared_distance_to(1.0, 0.0),
-            initial=np.zeros((5, 2)),
-            adversaries=attacked,
-            maxiter=5,
-            dynamics=Paper(dt=0.1),
-        ).nit
-        == 5
-    )
+    result = minimize(
+        squared_distance_to(1.0, 0.0),
+        initial=np.zeros((5, 2)),
+        adversaries=attacked,
+        maxiter=5,
+        dynamics=Paper(dt=0.1),
+    ).nit
+    assert result == 5
 
 
 def test_a_function_that_fails_further_out_warns(caplog):

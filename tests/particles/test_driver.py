@@ -9,7 +9,7 @@ import torch
 from tests.particles.problems import G
 from tests.type_checks import VARIABLE
 
-from fedcb2o import Adaptive, ConfigError, Paper, minimize
+from fedcb2o import Adaptive, Paper, minimize
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.initialisation import start_runs
 from fedcb2o.particles.objectives import circle
@@ -102,21 +102,6 @@ def test_a_part_of_the_runs_continues_alone(name):
         part, path_of_part = take_steps(first, dynamics, copy.for_runs(kept), 4)
     assert torch.equal(path[:, kept], path_of_part)
     assert part.runs.tolist() == [0, 2]
-
-
-@pytest.mark.parametrize(
-    ("build", "message"),
-    [
-        (lambda: Paper(beta=0.0), "`beta` must be above 0"),
-        (lambda: Paper(noise="loud"), "`noise` must be"),
-        (lambda: Paper(batch=0), "`batch` must be a whole number"),
-        (lambda: Adaptive(delta_q=-1.0), "`delta_q` must be at least 0"),
-        (lambda: Adaptive(xtol=float("nan")), "`xtol` must be at least 0"),
-    ],
-)
-def test_parameters_are_checked_at_once(build, message):
-    with pytest.raises(ConfigError, match=message):
-        build()
 
 
 @pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")

@@ -28,11 +28,7 @@ G = paraboloid(2.0, 0.0)
 
 
 def values(lower, upper, **rest):
-    return Values(
-        double([lower]),
-        double([upper]),
-        **rest,
-    )
+    return Values(double([lower]), double([upper]), **rest)
 
 
 def ensemble(*points):
@@ -170,9 +166,8 @@ def test_consensus_point_with_masses_by_hand():
     # Without G all particles count (eq:fedcbo_ConsensusPoint): 0.1, 0.2, 0.3 e^-1, 0.4 e^-2.
     weights = double([0.1, 0.2, 0.3 / math.e, 0.4 / math.e**2])
     expected = (weights / weights.sum()) @ theta[0]
-    assert_close(
-        consensus_point(theta, Values(v.lower, None), ConsensusParams(1.0, 0.1), mass)[0], expected
-    )
+    result = consensus_point(theta, Values(v.lower, None), ConsensusParams(1.0, 0.1), mass)[0]
+    assert_close(result, expected)
 
 
 def test_ties_at_the_quantile_are_kept():
@@ -288,14 +283,6 @@ def test_the_consensus_point_moves_with_the_ensemble(rng, params, shift):
     assert_close(moved, m + shift, rtol=1e-10, atol=1e-10)
     hull = (theta.amin(1) - 1e-12 <= m) & (m <= theta.amax(1) + 1e-12)
     assert hull.all()
-
-
-@given(ensembles, filters)
-def test_equal_masses_have_the_result_without_masses(rng, params):
-    theta, lower, upper, _ = random_ensemble(rng)
-    mass = torch.full_like(lower, 1 / lower.shape[1])
-    v = Values(lower, upper)
-    assert_close(consensus_point(theta, v, params, mass), consensus_point(theta, v, params))
 
 
 @given(ensembles, filters)

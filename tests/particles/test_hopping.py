@@ -143,9 +143,8 @@ def test_dynamics_by_name_have_the_default_parameters():
     assert torch.equal(named.theta, explicit.theta)
     assert torch.equal(named.x, named.consensus)
     default = minimize(objectives.circle, G, 2, maxiter=5)
-    assert torch.equal(
-        default.theta, minimize(objectives.circle, G, 2, maxiter=5, dynamics=Adaptive()).theta
-    )
+    expected = minimize(objectives.circle, G, 2, maxiter=5, dynamics=Adaptive()).theta
+    assert torch.equal(default.theta, expected)
     assert not torch.equal(default.theta, named.theta[:24])
     clusters = [objectives.circle] * 2
     implied = minimize(clusters, G, 2, maxiter=3)

@@ -44,11 +44,8 @@ def test_the_method_returns_the_result_of_minimize_in_scipys_form():
     assert result.fun == quartic(result.x, 0.5) == float(expected.fun)
     assert type(result.fun) is float
     assert (result.nit, result.nfev, result.seed) == (60, 61 * 40 + 1, 4)
-    assert (result.success, result.status, result.message) == (
-        False,
-        1,
-        "maxiter = 60 steps were taken",
-    )
+    value = (result.success, result.status, result.message)
+    assert value == (False, 1, "maxiter = 60 steps were taken")
     assert "upper" not in result
 
 

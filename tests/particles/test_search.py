@@ -36,9 +36,8 @@ def run_search(lower, upper, **settings):
     num_calls = 0
     while not search.done:
         x, num_calls = search.ask(), num_calls + 1
-        has_gradient = (
-            settings["dynamics"].needs_gradient and x.shape[-2] > 3
-        )  # the answer, the last request, needs no gradient
+        # the answer, the last request, needs no gradient
+        has_gradient = settings["dynamics"].needs_gradient and x.shape[-2] > 3
         search.tell(
             lower(x), None if upper is None else upper(x), slope(x) if has_gradient else None
         )

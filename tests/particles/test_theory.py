@@ -183,12 +183,10 @@ def test_bounds_under_attack(problem, setting, constants, attack, w_m):
         behind_sides = constants is WIDE, constants is not WIDE  # is -1 inside or outside R_K_G
         sides = (control.inside > 0, control.outside > 0)
         if attack != "anywhere":
-            assert (
-                sides
-                == {"behind": behind_sides, "beside": (True, False), "nowhere": (False, False)}[
-                    attack
-                ]
-            )
+            expected = {"behind": behind_sides, "beside": (True, False), "nowhere": (False, False)}[
+                attack
+            ]
+            assert sides == expected
         else:
             assert sides == ((True, True) if problem is circle else behind_sides)
 
@@ -196,17 +194,15 @@ def test_bounds_under_attack(problem, setting, constants, attack, w_m):
 def test_attack_bounds_are_nearly_attained():
     """Attackers are on the sphere, and just outside the ball."""
     R = POINTS.R_K_G
-    setting = dataclasses.replace(
-        ON_A_LINE, alpha=0.5, u=0.875, G_r=0.125
-    )  # u + G_r + 2.5 r_G = 1.5
+    # u + G_r + 2.5 r_G = 1.5
+    setting = dataclasses.replace(ON_A_LINE, alpha=0.5, u=0.875, G_r=0.125)
     for position, side in ((1 - R, "inside"), (1 - R - 1e-9, "outside")):
         attackers = double([[position]])
         mixture = dataclasses.replace(
             points(torch.ones(5, 1).double(), attackers, 0.5), lower=lambda x: 0 * x[:, 0]
         )
-        control = bounds.attack_bounds(
-            mixture, setting, POINTS
-        )  # L = 0, so the attackers are in Q_beta
+        # L = 0, so the attackers are in Q_beta
+        control = bounds.attack_bounds(mixture, setting, POINTS)
         assert control.applies
         assert control.inside == (R if side == "inside" else 0)
         expected = R * math.exp(0.5 * (0.125 - R**2)) if side == "outside" else 0
@@ -353,10 +349,8 @@ def test_bounds_in_float32_and_with_an_empty_ball():
 def test_functional_and_ball_mass_by_hand():
     theta = double([[0.0, 0.0], [3.0, 4.0]])
     assert theory.V(theta, torch.zeros(2).double()) == 6.25  # (0 + 25) / 2 / 2
-    assert theory.V(torch.stack([theta, theta + 1]), torch.ones(2).double()).tolist() == [
-        3.75,
-        6.25,
-    ]
+    result = theory.V(torch.stack([theta, theta + 1]), torch.ones(2).double()).tolist()
+    assert result == [3.75, 6.25]
     assert bounds.ball_mass(theta, torch.zeros(2).double(), 4.9) == 0.5
     assert bounds.ball_mass(theta, torch.zeros(2).double(), 5) == 1
 
@@ -463,10 +457,8 @@ def test_decay_with_the_consensus_at_the_target(noise):
 
 # ---- the choice of beta and alpha ----
 
-C, EPS = (
-    0.5,
-    0.04,
-)  # thm:main needs |m - target| < c sqrt(V) while V > eps, so 0.1 at V = eps
+# thm:main needs |m - target| < c sqrt(V) while V > eps, so 0.1 at V = eps
+C, EPS = (0.5, 0.04)
 
 
 def test_scales_by_hand():

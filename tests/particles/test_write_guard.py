@@ -50,13 +50,11 @@ def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
     with pytest.raises(ConfigError, match=message):
         minimize(writer, circle, dim=2, runs=runs)
     if writer in (by_torch, by_view):  # a tensor with autograd has no NumPy array
-        with pytest.raises(
-            ConfigError, match=rf"`lower`, .*{writer.__name__}, writes into the particles"
-        ):
+        reason = rf"`lower`, .*{writer.__name__}, writes into the particles"
+        with pytest.raises(ConfigError, match=reason):
             minimize([circle, writer], dim=2, dynamics=Paper(lambda2=0.1), runs=runs)
-    with pytest.raises(
-        ConfigError, match=rf"`upper`, .*{writer.__name__}, writes into the particles"
-    ):
+    reason = rf"`upper`, .*{writer.__name__}, writes into the particles"
+    with pytest.raises(ConfigError, match=reason):
         minimize(circle, writer, dim=2, dynamics=Paper(batch=50), runs=runs)
 
 
@@ -88,9 +86,8 @@ def test_an_adversary_that_writes_is_named(name, library):
         return 0.0, 0.0
 
     target = "consensus points" if name == "m" else "particles"
-    with pytest.raises(
-        ConfigError, match=rf"an adversary's `move`, .*moves, writes into the {target}"
-    ):
+    message = rf"an adversary's `move`, .*moves, writes into the {target}"
+    with pytest.raises(ConfigError, match=message):
         minimize(circle, dim=2, adversaries=fedcb2o.Adversary(moves, 10, [1.0, 0.0]))
 
 
