@@ -2,6 +2,7 @@
 
 import copy
 
+import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -10,6 +11,10 @@ from fedcb2o.data import Shard
 from fedcb2o.nn import architectures, batch_norm, parameters
 from fedcb2o.rng import stream
 from tests.tiny import empty_models
+
+needs_onednn = pytest.mark.skipif(
+    not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="this PyTorch has no oneDNN"
+)
 
 
 class CountConvolutions(TorchDispatchMode):
@@ -27,11 +32,9 @@ class Tied(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.first, self.twice, self.idle = (
-            nn.Linear(16, 8),
-            nn.Linear(8, 8),
-            nn.Parameter(torch.ones(3)),
-        )
+        self.first = nn.Linear(16, 8)
+        self.twice = nn.Linear(8, 8)
+        self.idle = nn.Parameter(torch.ones(3))
         self.again, self.alike, self.last = self.twice, nn.Linear(8, 8), nn.Linear(8, 4)
         self.alike.weight = self.twice.weight
 
@@ -64,7 +67,7 @@ with torch.random.fork_rng():
                 nn.ReLU(),
                 nn.Flatten(),
                 nn.Linear(48, 4),
-            ),
+            )
         ),
         "local": nn.Sequential(
             *(

@@ -11,20 +11,20 @@ from unittest.mock import Mock
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.networks import needs_onednn
 from tests.simulated_device import simulated_device
 from tests.tiny import StopError, bits, stop_after, tiny
 from torch import nn
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.kernels import _autotune, _fft_conv, _onednn
+from fedcb2o.kernels import _autotune, _fft_conv
 from fedcb2o.nn import architectures, memory_layout
 
 IMAGES = {"name": "cnn", "hidden": 4}
 CPU = torch.device("cpu")
 META = torch.device("meta")
 SMALL = torch.zeros(2, 1, 8, 8)
-needs_onednn = pytest.mark.skipif(not _onednn.is_available(), reason="this PyTorch has no oneDNN")
 
 
 def convolutions(input_shape, num_classes):
@@ -221,9 +221,8 @@ def test_a_resumed_run_keeps_its_kernel(
     run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
     assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "given")
     assert recorded_kernels(tmp_path / "resumed")[setting] == value
-    torch.testing.assert_close(
-        models_of(tmp_path / "given"), models_of(tmp_path / "other"), rtol=1e-3, atol=1e-5
-    )
+    expected = models_of(tmp_path / "other")
+    torch.testing.assert_close(models_of(tmp_path / "given"), expected, rtol=1e-3, atol=1e-5)
 
 
 @pytest.mark.parametrize(

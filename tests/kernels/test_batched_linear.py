@@ -28,10 +28,8 @@ def test_outputs_and_gradients_equal_the_single_networks():
         single = [tensor[i].clone().requires_grad_() for tensor in tensors]
         expected = F.linear(*single)
         torch.testing.assert_close(y[i], expected)
-        torch.testing.assert_close(
-            [gradient[i] for gradient in gradients],
-            list(torch.autograd.grad(expected, single, g[i])),
-        )
+        target = list(torch.autograd.grad(expected, single, g[i]))
+        torch.testing.assert_close([gradient[i] for gradient in gradients], target)
 
 
 def test_the_gradient_has_the_memory_order_of_the_weights():

@@ -5,15 +5,15 @@ import json
 
 import pytest
 import torch
-from tests.simulated_device import simulated_device
-from tests.tiny import StopError, bits, first_quick, run_cli, stop_after, tiny, write
+from tests.simulated_device import assume_fast_bfloat16, simulated_device
+from tests.tiny import StopError, bits, first_quick, lines_of, run_cli, stop_after, tiny, write
 from torch import nn
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.federated import allow_tf32
-from fedcb2o.kernels import _autotune, devices
+from fedcb2o.kernels import devices
 
 IMAGES = {"name": "cnn", "hidden": 4}
 
@@ -55,7 +55,7 @@ RUNS = {
         "algorithm": {
             "guards": {"loss_tolerance": 1.0, "interpolation": 0.5},
             "own_model": "judged",
-        },
+        }
     },
     "noise": {"attack": {"name": "gaussian_noise"}, "algorithm": by_rule("trimmed_mean")},
     "broken": {"attack": {"name": "not_finite"}, "algorithm": by_rule("krum", pre_step="nnm")},
@@ -92,10 +92,6 @@ def are_close(result, expected):
     )
 
 
-def lines(folder, name):
-    return [json.loads(line) for line in (folder / "seed-1000" / name).read_text().splitlines()]
-
-
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is here")
 DEVICES = ["meta", pytest.param("cuda", marks=no_gpu)]
 
@@ -112,9 +108,9 @@ def test_a_run_on_a_device_agrees_with_the_cpu_to_rounding(tmp_path, monkeypatch
     run({**experiment, "together": None}, out=tmp_path / "cpu", workers=1)
     with device_context(device, monkeypatch):
         run({**experiment, "device": device}, out=tmp_path / "device")
-    for file in ("metrics.jsonl", "pairs.jsonl"):
+    for file in ("metrics", "pairs"):
         for result, expected in zip(
-            lines(tmp_path / "device", file), lines(tmp_path / "cpu", file), strict=True
+            lines_of(tmp_path / "device", file), lines_of(tmp_path / "cpu", file), strict=True
         ):
             for key in expected:
                 assert are_close(result[key], expected[key]), key
@@ -153,9 +149,8 @@ def test_a_run_on_a_device_is_resumed_and_repeated_to_the_bit(
         run(experiment, out=tmp_path / "whole")
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "parts", watch=stop_after(1))
-        monkeypatch.setattr(
-            devices, "device_memory", lambda device: 1
-        )  # the recorded number of agents counts
+        # the recorded number of agents counts
+        monkeypatch.setattr(devices, "device_memory", lambda device: 1)
         run(experiment, out=tmp_path / "parts", resume=True)
         name = devices.device_name(torch.device(device))
     assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
@@ -181,9 +176,7 @@ BATCHED_RUNS = {
 
 @pytest.mark.parametrize("name", BATCHED_RUNS)
 def test_batched_training_repeats_its_bits(tmp_path, monkeypatch, name):
-    monkeypatch.setattr(
-        _autotune, "_bfloat16_speedup", lambda _: 1.0
-    )  # in bfloat16 on any processor
+    assume_fast_bfloat16(monkeypatch)
     experiment = tiny(rounds=2, **BATCHED_RUNS[name])
     run(experiment, out=tmp_path / "whole", workers=1)
     with pytest.raises(StopError):
@@ -202,10 +195,8 @@ def stubborn(shape, classes):
 
 
 def test_a_network_that_cannot_be_batched_trains_one_by_one(tmp_path, monkeypatch):
-    with pytest.raises(
-        ConfigError,
-        match=r"`.*stubborn` cannot be computed for several agents at once: leave out `together`",
-    ):
+    message = r"`.*stubborn` cannot be computed for several agents at once: leave out `together`"
+    with pytest.raises(ConfigError, match=message):
         run(tiny(model={"name": stubborn}, together=4), out=tmp_path / "run")
     module, x = stubborn((1, 8, 8), 10), torch.zeros(4, 1, 8, 8)
     assert devices.max_batched_agents(torch.device("cpu"), 0, module, x) == 1
@@ -213,28 +204,22 @@ def test_a_network_that_cannot_be_batched_trains_one_by_one(tmp_path, monkeypatc
 
 def test_the_number_of_batched_agents_fits_the_memory(monkeypatch):
     monkeypatch.setattr(devices, "device_memory", lambda device: 2**30)
-    module, x = (
-        nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10)),
-        torch.rand(8, 1, 8, 8),
-    )
+    module = nn.Sequential(nn.Flatten(), nn.Linear(64, 1000), nn.ReLU(), nn.Linear(1000, 10))
+    x = torch.rand(8, 1, 8, 8)
     bytes_per_agent = devices.training_bytes(module, x)
     d = sum(p.numel() for p in module.parameters())
     assert 24 * d < bytes_per_agent < 24 * d + 4 * 128 * (64 + 2 * 1000 + 10)
     assert devices.training_bytes(module, torch.rand(128, 1, 8, 8)) - 24 * d == 2 * (
         bytes_per_agent - 24 * d
     )
-    assert (
-        devices.max_batched_agents(torch.device("cpu"), 2**29, module, x)
-        == 2**28 // bytes_per_agent
-    )
+    result = devices.max_batched_agents(torch.device("cpu"), 2**29, module, x)
+    assert result == 2**28 // bytes_per_agent
     assert devices.max_batched_agents(torch.device("cpu"), 2**30, module, x) == 1
 
 
 def test_unfolded_patches_count_as_memory():
-    module, x = (
-        nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10)),
-        torch.rand(64, 4, 8, 8),
-    )
+    module = nn.Sequential(nn.Conv2d(4, 8, 5, padding=2), nn.Flatten(), nn.Linear(512, 10))
+    x = torch.rand(64, 4, 8, 8)
     extra_bytes = devices.training_bytes(module, x, "unfolded") - devices.training_bytes(module, x)
     patches, images = 4 * 64 * 64 * 100, 4 * 64 * 4 * 64
     assert 2 * (patches - images) <= extra_bytes < 2 * patches + 2**20
@@ -258,19 +243,15 @@ def test_the_cpu_by_name_is_the_default(tmp_path):
 def test_settings_incompatible_with_a_device_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match=r'"tf32" needs a CUDA device, and `device` is "cpu"'):
         fedcb2o.load(tiny(training={"precision": "tf32"}))
-    assert (
-        fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision
-        == "tf32"
-    )
+    result = fedcb2o.load(tiny(training={"precision": "tf32"}, device="cuda:1")).training.precision
+    assert result == "tf32"
     with simulated_device(monkeypatch):
-        with pytest.raises(
-            ConfigError, match="one process works on `device` = 'meta', and `workers` is 2"
-        ):
+        message = "one process works on `device` = 'meta', and `workers` is 2"
+        with pytest.raises(ConfigError, match=message):
             run(tiny(device="meta"), out=tmp_path / "run", workers=2)
         run(tiny(device="meta", rounds=1), out=tmp_path / "run")
-    with pytest.raises(
-        RunError, match=r"holds another run \(`device` is 'meta' there and not set here\)"
-    ):
+    message = r"holds another run \(`device` is 'meta' there and not set here\)"
+    with pytest.raises(RunError, match=message):
         run(tiny(), out=tmp_path / "run", resume=True)
 
 

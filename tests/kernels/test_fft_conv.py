@@ -49,11 +49,9 @@ def always_fourier(monkeypatch):
 def test_any_convolution_and_its_gradients_agree_with_pytorch(
     always_fourier, shape, kernel, padding, channels_last
 ):
-    x, weight, bias = (
-        random_tensor(5, 8, *shape),
-        random_tensor(9, 8, *kernel, seed=1),
-        random_tensor(9, seed=2),
-    )
+    x = random_tensor(5, 8, *shape)
+    weight = random_tensor(9, 8, *kernel, seed=1)
+    bias = random_tensor(9, seed=2)
     inputs = [x.requires_grad_(), weight.requires_grad_(), bias.requires_grad_()]
     images = x.to(memory_format=torch.channels_last) if channels_last else x
     exact = [tensor.detach().double().requires_grad_() for tensor in inputs]
@@ -77,14 +75,11 @@ def test_any_convolution_and_its_gradients_agree_with_pytorch(
             )
         assert torch.equal(*repeated)
     g = random_tensor(*y.shape, seed=3)
-    gradients, expected_gradients = (
-        torch.autograd.grad(y, inputs, g),
-        torch.autograd.grad(expected, exact, g.double()),
-    )
+    gradients = torch.autograd.grad(y, inputs, g)
+    expected_gradients = torch.autograd.grad(expected, exact, g.double())
     for one, other in zip((y, *gradients), (expected, *expected_gradients), strict=True):
-        torch.testing.assert_close(
-            one.double(), other, rtol=0, atol=2e-6 * other.abs().max().item()
-        )
+        result = one.double()
+        torch.testing.assert_close(result, other, rtol=0, atol=2e-6 * other.abs().max().item())
 
 
 def test_one_pixel_gives_the_rotated_kernel(always_fourier):
@@ -136,11 +131,9 @@ def test_other_convolutions_have_pytorchs_bits(convolve, x):
 
 
 def test_several_networks_bfloat16_and_other_devices_use_pytorch():
-    images, weights, biases = (
-        random_tensor(3, 16, 32, 14, 14),
-        random_tensor(3, 64, 32, 5, 5),
-        random_tensor(3, 64),
-    )
+    images = random_tensor(3, 16, 32, 14, 14)
+    weights = random_tensor(3, 64, 32, 5, 5)
+    biases = random_tensor(3, 64)
     x, weight = images[0], weights[0]
     for convolve, stacked in (
         (lambda weight: F.conv2d(x, weight), weights),
@@ -198,11 +191,9 @@ def test_a_non_finite_value_affects_only_its_image_or_channel():
 
 def test_second_derivatives_agree():
     """Differentiate the gradient of a convolution by its input, as score networks do."""
-    x, weight, bias = (
-        random_tensor(16, 32, 14, 14),
-        random_tensor(64, 32, 5, 5, seed=1) / 30,
-        random_tensor(64, seed=2),
-    )
+    x = random_tensor(16, 32, 14, 14)
+    weight = random_tensor(64, 32, 5, 5, seed=1) / 30
+    bias = random_tensor(64, seed=2)
 
     def second_derivatives():
         inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
@@ -227,9 +218,8 @@ def test_functional_and_forward_derivatives_agree():
     assert convolutions == 0
     torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
     (_, directional), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
-    torch.testing.assert_close(
-        directional, 2 * loss(weight), rtol=1e-4, atol=0
-    )  # the loss is a square of the weight
+    # the loss is a square of the weight
+    torch.testing.assert_close(directional, 2 * loss(weight), rtol=1e-4, atol=0)
 
 
 def test_training_works_after_inference():
@@ -265,11 +255,9 @@ def test_a_network_repeats_its_bits_and_agrees_with_pytorch():
 
 
 def test_only_requested_gradients_are_computed():
-    x, weight, bias = (
-        random_tensor(16, 32, 14, 14),
-        random_tensor(64, 32, 5, 5, seed=1),
-        random_tensor(64, seed=2),
-    )
+    x = random_tensor(16, 32, 14, 14)
+    weight = random_tensor(64, 32, 5, 5, seed=1)
+    bias = random_tensor(64, seed=2)
     g = random_tensor(16, 64, 14, 14, seed=3)
     references = [x.clone(), weight.clone(), bias.clone()]
     expected_gradients = torch.autograd.grad(

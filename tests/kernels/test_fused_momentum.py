@@ -32,12 +32,7 @@ def test_training_with_copies_has_the_bits_of_autocast(monkeypatch, name, convol
     x = torch.stack([shard.x for shard in data])
     y = torch.stack([shard.y for shard in data])
     training = Training(
-        gamma=0.05,
-        lambda2=0.5,
-        momentum=0.9,
-        batch_size=4,
-        local_epochs=2,
-        precision="bfloat16",
+        gamma=0.05, lambda2=0.5, momentum=0.9, batch_size=4, local_epochs=2, precision="bfloat16"
     )
     trained = []
     for has_triton in (False, True):

@@ -2,14 +2,15 @@
 
 import pytest
 import torch
+from tests.networks import needs_onednn
 from torch import nn
 from torch.nn import functional as F
 
 from fedcb2o.federated import batched_forward, dense_layers
-from fedcb2o.kernels import _onednn, dispatch
+from fedcb2o.kernels import dispatch
 from fedcb2o.nn import parameters
 
-pytestmark = pytest.mark.skipif(not _onednn.is_available(), reason="this PyTorch has no oneDNN")
+pytestmark = needs_onednn
 WIDE = (1100, 1000)
 
 
@@ -74,10 +75,8 @@ def test_a_layer_used_twice_has_the_right_gradients():
 def test_second_derivatives_agree(layout):
     """Differentiate the gradient of a layer by its input, as score networks do."""
     draw = torch.Generator().manual_seed(0)
-    x, weight = (
-        torch.randn(6, WIDE[0], generator=draw),
-        torch.randn(WIDE[1], WIDE[0], generator=draw) / 30,
-    )
+    x = torch.randn(6, WIDE[0], generator=draw)
+    weight = torch.randn(WIDE[1], WIDE[0], generator=draw) / 30
     results = []
     for linear in ("torch", "onednn"):
         inputs = [t.clone().requires_grad_() for t in (x, weight, torch.zeros(WIDE[1]))]

@@ -13,7 +13,6 @@ from torch.nn import functional as F
 
 from fedcb2o.federated import batched_forward, dense_layers
 from fedcb2o.kernels import dispatch
-from fedcb2o.kernels._unfold_conv import FEW_CHANNELS
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
@@ -43,9 +42,8 @@ def assert_agrees_with_single_networks(convolve, x, parameters):
         inputs = [t[i].clone().requires_grad_() for t in (x, *parameters)]
         expected = convolve(*inputs)
         torch.testing.assert_close(y[i], expected)
-        torch.testing.assert_close(
-            [gradient[i] for gradient in gradients], list(torch.autograd.grad(expected, inputs, g))
-        )
+        target = list(torch.autograd.grad(expected, inputs, g))
+        torch.testing.assert_close([gradient[i] for gradient in gradients], target)
 
 
 def one_or_two(least, most):
@@ -92,9 +90,8 @@ def test_layers_with_any_padding_mode_are_unfolded():
 
 
 def test_outputs_and_gradients_by_hand():
-    x = torch.tensor(
-        [[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]]
-    )  # two networks, an image of 2x2 each
+    # two networks, an image of 2x2 each
+    x = torch.tensor([[[[[1.0, 2.0], [3.0, 4.0]]]], [[[[5.0, 6.0], [7.0, 8.0]]]]])
     weight = torch.tensor([[[[[1.0, 0.0], [0.0, 10.0]]]], [[[[0.0, 1.0], [1.0, 0.0]]]]])
     y, (_, by_weight), _ = batched_outputs(F.conv2d, x, [weight])
     assert y.flatten().tolist() == [41.0, 13.0]
@@ -178,8 +175,7 @@ def test_networks_agree_to_rounding(name, shared, form):
             y = batched_forward(module, dense_layers(module, thetas.shape[1]))(leaves, x)
         results.append([y.detach(), *torch.autograd.grad(y.square().sum(), leaves)])
     num_wide = sum(
-        isinstance(part, nn.Conv2d) and part.in_channels >= FEW_CHANNELS
-        for part in module.modules()
+        isinstance(part, nn.Conv2d) and part.in_channels >= 8 for part in module.modules()
     )
     num_shared = 1 if shared else 0  # on the same images the first layer has m times the channels
     assert counter.convolutions == num_shared + (num_wide if form == "mixed" else 0)

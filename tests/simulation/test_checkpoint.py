@@ -97,9 +97,8 @@ def test_a_state_may_be_a_scalar_tensor(tmp_path):
 def test_models_saved_in_parts_give_the_same_file(tmp_path):
     checkpoint.save(tmp_path, 5, [MODELS], STATEFUL, "mine")
     expected = (tmp_path / checkpoint.FILE).read_bytes()
-    strided = torch.zeros(3, 16)[:, :4].copy_(
-        MODELS
-    )  # rows that do not follow each other in memory
+    # rows that do not follow each other in memory
+    strided = torch.zeros(3, 16)[:, :4].copy_(MODELS)
     for parts in (
         MODELS.split(1),
         [MODELS[:2], MODELS[2:]],
@@ -190,13 +189,8 @@ def test_every_flipped_byte_and_every_truncation_is_detected(tmp_path, states):
     content = path.read_bytes()
     with safe_open(path, framework="pt") as file:
         names = set(file.keys())
-    assert names == {
-        "models",
-        "met",
-        "ids",
-        "likelihood",
-        *(["state.1.sums"] if any(states) else []),
-    }
+    target = {"models", "met", "ids", "likelihood", *(["state.1.sums"] if any(states) else [])}
+    assert names == target
     expected = checkpoint.load_models_(tmp_path, torch.zeros(3, 4), "mine")
     for position in range(len(content)):
         path.write_bytes(

@@ -1,17 +1,15 @@
 """Equal seeds and settings give equal bits, for any number of workers and interruptions."""
 
-import json
-
 import numpy as np
 import pytest
 from safetensors.torch import load_file
 from tests.agents import ALL_GUARDS
-from tests.tiny import StopError, bits, stop_after, tiny
+from tests.simulated_device import assume_fast_bfloat16
+from tests.tiny import StopError, bits, lines_of, stop_after, tiny
 from torch import nn
 
 import fedcb2o
 from fedcb2o.experiments import run
-from fedcb2o.kernels import _autotune
 
 
 def with_dropout(shape, classes):
@@ -36,9 +34,7 @@ def runs_folder(tmp_path_factory):
     """Run every variant with 1, 2 and 3 workers, in this order, so that workers are reused."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(
-            _autotune, "_bfloat16_speedup", lambda _: 1.0
-        )  # in bfloat16 on any processor
+        assume_fast_bfloat16(patched)
         for workers in (1, 2, 3):
             for variant, experiment in VARIANTS.items():
                 run(experiment, out=folder / f"{variant}-{workers}", workers=workers)
@@ -57,11 +53,7 @@ def test_the_number_of_workers_changes_no_bit(runs_folder, variant, workers):
 def test_an_interruption_changes_no_bit(tmp_path, checkpoint_every, first, second):
     experiment = {**VARIANTS["fedcb2o"], "rounds": 8, "checkpoint_every": checkpoint_every}
     run(experiment, out=tmp_path / "whole", workers=1)
-    for rounds in (
-        2,
-        4,
-        7,
-    ):  # before the first three-round checkpoint, at one, and after one
+    for rounds in (2, 4, 7):  # before the first three-round checkpoint, at one, and after one
         with pytest.raises(StopError):
             run(
                 experiment,
@@ -89,10 +81,7 @@ def test_intervals_of_evaluation_and_checkpoints_change_no_model(tmp_path):
     often, seldom = bits(tmp_path / "often"), bits(tmp_path / "seldom")
     for name in ("checkpoint models", "checkpoint likelihood", "pairs.jsonl"):
         assert seldom[name] == often[name]
-    lines = [
-        json.loads(text)
-        for text in (tmp_path / "seldom/seed-1000/metrics.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(tmp_path / "seldom", "metrics")
     assert [line["round"] for line in lines if "accuracy" in line] == [3, 4]
 
 

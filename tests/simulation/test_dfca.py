@@ -1,7 +1,6 @@
 """Rounds of DFCA: reference loops, records, and equal bits."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -18,7 +17,7 @@ from tests.agents import (
     oracle_agents,
 )
 from tests.simulation.test_ifca import PLAIN, TEAM, true_data
-from tests.tiny import bits_for_any_workers, first_quick, tiny
+from tests.tiny import bits_for_any_workers, first_quick, lines_of, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -88,12 +87,7 @@ def assert_equals_reference(engine, published=lambda i, j, theta: theta, num_rou
             parameters.bind_(module, theta.clone())
     agents, choices = oracle_agents(engine, network, reference.FEDCB2O), []
     for done in dfca.run_rounds(
-        engine,
-        AgentState.initial(len(CLUSTER)),
-        0,
-        num_rounds,
-        0,
-        lambda n, phase: None,
+        engine, AgentState.initial(len(CLUSTER)), 0, num_rounds, 0, lambda n, phase: None
     ):
         asked = [decisions_of(done.decisions, j).asked for j in range(len(CLUSTER))]
         best, online = oracle_round(engine, agents, agent_modules, done.n, asked, published)
@@ -180,9 +174,7 @@ def test_a_run_saves_all_models_and_records_weights(tmp_path, initialisation):
     # After one round with one peer, most agents still hold an initial model.
     rows = {tuple(theta[:8].tolist()) for theta in agent_models.flatten(0, 1)}
     assert (len(rows) == 16) == (initialisation == "independent")
-    (line,) = [
-        json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
-    ]
+    (line,) = lines_of(tmp_path, "pairs")
     for weights, own in zip(line["weights"], line["own"], strict=True):
         assert sum(weights) + own == pytest.approx(1, abs=1e-4)
     benign = done.records[~done.records.malicious]

@@ -2,7 +2,6 @@
 
 import copy
 import functools
-import json
 import math
 
 import pytest
@@ -20,7 +19,7 @@ from tests.agents import (
     oracle_agents,
     run_rounds,
 )
-from tests.tiny import bits_for_any_workers, tiny
+from tests.tiny import bits_for_any_workers, lines_of, tiny
 from torch.nn import functional as F
 
 from fedcb2o import knows
@@ -293,9 +292,7 @@ def test_a_run_saves_all_models_and_records_weights(tmp_path):
     assert len(saved) == 8 + 2
     assert all(any(theta.equal(centre) for centre in saved[8:]) for theta in saved[:8])
     assert not saved[8].equal(saved[9])
-    lines = [
-        json.loads(text) for text in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
-    ]
+    lines = lines_of(tmp_path, "pairs")
     for line in lines:
         for j, (ids, weights, own) in enumerate(
             zip(line["ids"], line["weights"], line["own"], strict=True)

@@ -107,20 +107,14 @@ def assert_engines_agree(
     **changes,
 ):
     """Run both engines, with each choice of blocks, and compare records, decisions and models."""
-    attackers, agent_data, local_results = (
-        adversary_of(attack, own_model=own_model),
-        agent_samples(),
-        {},
-    )
+    attackers = adversary_of(attack, own_model=own_model)
+    agent_data = agent_samples()
+    local_results = {}
     for name in choices:
         blocks = BLOCKS[name]
         batch_size = None if name == "all" else 1  # batched training may change bits
-        make_spec = functools.partial(
-            run_spec_of,
-            algorithm,
-            kernels=KernelConfig(models_per_batch=batch_size),
-            max_samples=17,
-        )
+        kernels = KernelConfig(models_per_batch=batch_size)
+        make_spec = functools.partial(run_spec_of, algorithm, kernels=kernels, max_samples=17)
         if batch_size not in local_results:
             spec = make_spec(make(), **changes)
             block = agent_group_of(spec, attackers, agent_data)
@@ -328,14 +322,5 @@ def test_a_stateful_rule_keeps_its_state_between_rounds():
         4,
         0,
     )
-    assert [int(state["seen"].sum()) if state else 0 for state in done.state.rule_states] == [
-        12,
-        12,
-        12,
-        0,
-        0,
-        12,
-        12,
-        0,
-        0,
-    ]
+    result = [int(state["seen"].sum()) if state else 0 for state in done.state.rule_states]
+    assert result == [12, 12, 12, 0, 0, 12, 12, 0, 0]

@@ -1,14 +1,21 @@
 """Rounds with robust rules: new models are the rule of the received models; equal bits."""
 
 import functools
-import json
 import math
 
 import pytest
 import torch
 from tests import agents as ours
 from tests.agents import BENIGN_IDS, SEED, agent_samples, decisions_of, run_rounds
-from tests.tiny import StopError, bits, bits_for_any_workers, first_quick, stop_after, tiny
+from tests.tiny import (
+    StopError,
+    bits,
+    bits_for_any_workers,
+    first_quick,
+    lines_of,
+    stop_after,
+    tiny,
+)
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
@@ -118,12 +125,8 @@ def test_a_pre_step_is_applied_before_the_rule(name, pre_step):
         if pre_step != "nnm":
             mixing = preaggregation.bucketing(len(x) - own, stream(SEED, "rule", 0, j), size=2)
         bound = functools.partial(rule, f=f) if signature_of(rule).max_byzantine else rule
-        torch.testing.assert_close(
-            ours.models_of(engine)[j],
-            apply(bound, x, mixing=mixing, clip_f=True),
-            rtol=1e-5,
-            atol=1e-6,
-        )
+        expected = apply(bound, x, mixing=mixing, clip_f=True)
+        torch.testing.assert_close(ours.models_of(engine)[j], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_the_trimmed_mean_without_trimming_equals_the_mean():
@@ -196,12 +199,9 @@ def test_neither_workers_nor_interruptions_change_a_bit(tmp_path, variant):
 
 def test_records_contain_f_and_the_weights_of_a_rule(tmp_path):
     done = run(tiny(agents=TEAM, algorithm=by_rule("trimmed_mean")), out=tmp_path, workers=1)
-    lines = [
-        json.loads(line) for line in (tmp_path / "seed-1000/pairs.jsonl").read_text().splitlines()
-    ]
-    assert [line["f"] for line in lines] == [
-        [2, 2, 2, None, None] * 2
-    ] * 3  # 2 = ceil(0.4 * 4) of 5 models
+    lines = lines_of(tmp_path, "pairs")
+    # 2 = ceil(0.4 * 4) of 5 models
+    assert [line["f"] for line in lines] == [[2, 2, 2, None, None] * 2] * 3
     benign = done.records[~done.records.malicious]
     assert benign.malicious_weight.isna().all()  # a coordinate-wise rule has no weights
     assert benign.accuracy.notna().all()

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from tests.tiny import bits_for_any_workers, first_quick, tiny
+from tests.tiny import bits_for_any_workers, first_quick, lines_of, tiny
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
@@ -116,10 +116,7 @@ def test_a_delayed_attacker_is_honest_before_its_start_round(tmp_path):
     ):  # active: benign agents receive no models of attackers
         if j in (0, 1, 4, 5):
             assert not set(ids) & {2, 3, 6, 7}
-    timing = [
-        json.loads(line)
-        for line in (tmp_path / "asleep/seed-1000/timing.jsonl").read_text().splitlines()
-    ]
+    timing = lines_of(tmp_path / "asleep", "timing")
     assert ["craft" in line for line in timing] == [False, False, True]
 
 
@@ -143,18 +140,12 @@ def undeclared(view, draw):
             {"name": "gap_aware"},
             "the attack `gap_aware` publishes a model trained on poisoned data: name an attack",
         ),
-        (
-            {"name": "alie", "data": "ipm"},
-            "`attack.data` needs an attack on data, and `ipm` is",
-        ),
+        ({"name": "alie", "data": "ipm"}, "`attack.data` needs an attack on data, and `ipm` is"),
         (
             {"name": "alie", "data": {"name": "label_flip", "source": 1}},
             "`label_flip` needs the parameter `target`",
         ),
-        (
-            {**FLIP, "data": FLIP},
-            "`attack.data` needs an attack on models, and `label_flip` is",
-        ),
+        ({**FLIP, "data": FLIP}, "`attack.data` needs an attack on models, and `label_flip` is"),
         (
             {**FLIP, "from_round": -1},
             "`attack.from_round`: input should be greater than or equal to 0, got -1",
