@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from fedcb2o.parallel import _resources
+from tests.tiny import set_processors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -64,16 +64,15 @@ def test_the_documentation_exists():
 def test_python_runs(page, tmp_path, monkeypatch, capsys):
     lines: list[str] = []
     for start, block in blocks(page, "python"):
-        lines += [""] * (
-            start - len(lines)
-        ) + block.splitlines()  # so that a traceback has the line numbers of the page
+        # so that a traceback has the line numbers of the page
+        lines += [""] * (start - len(lines)) + block.splitlines()
     text = "\n".join(lines) + "\n"
     script = tmp_path / f"{page.stem}.py"
     script.write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     # One process, because each further one would import PyTorch.
-    monkeypatch.setattr(_resources, "available_processors", lambda: 1)
+    set_processors(monkeypatch, 1)
     runpy.run_path(str(script), run_name="__main__")
     output = capsys.readouterr().out
     # Rounding, and with it the digits of results, differs on other processors.

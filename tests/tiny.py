@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import os
 import subprocess
 import sys
@@ -134,6 +135,12 @@ def empty_models(n: int, d: int) -> torch.Tensor:
     return torch.zeros(n, parameters.row_stride(d))[:, :d]
 
 
+def lines_of(folder: Path, name: str) -> list[dict[str, Any]]:
+    """Return the lines of NAME.jsonl of seed 1000."""
+    text = (folder / "seed-1000" / f"{name}.jsonl").read_text()
+    return [json.loads(line) for line in text.splitlines()]
+
+
 def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
     """Return the content of a run folder that its seed and settings determine."""
     seeded = folder / f"seed-{seed}"
@@ -145,6 +152,11 @@ def bits(folder: Path, seed: int = 1000) -> dict[str, bytes]:
     return content
 
 
+def set_processors(patch: pytest.MonkeyPatch, count: int) -> None:
+    """Simulate a machine with `count` processors."""
+    patch.setattr(_resources, "available_processors", lambda: count)
+
+
 def bits_for_any_workers(folder: Path, experiment: Mapping[str, Any]) -> dict[str, bytes]:
     """Run with one process, and resume after round 1 with two; the bits must be equal.
 
@@ -153,7 +165,7 @@ def bits_for_any_workers(folder: Path, experiment: Mapping[str, Any]) -> dict[st
     run(experiment, out=folder / "one", workers=1)
     expected = bits(folder / "one")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_resources, "available_processors", lambda: 2)  # as many as workers
+        set_processors(patch, 2)  # as many as workers
         for first in (2, 1):
             out = folder / f"after {first}"
             with pytest.raises(StopError):

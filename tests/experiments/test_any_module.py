@@ -87,9 +87,8 @@ def test_local_statistics_are_the_default():
         load(experiment(with_norms, **options)) for options in ({"buffers": "local"}, {}, SHARED)
     )
     assert explicit.fingerprint(0) == default.fingerprint(0) != shared.fingerprint(0)
-    with pytest.raises(
-        ConfigError, match=r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
-    ):
+    message = r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
+    with pytest.raises(ConfigError, match=message):
         load(experiment(with_norms, buffers="mixed"))
 
 
@@ -99,9 +98,8 @@ def test_a_buffer_that_changes_in_training_is_refused(tmp_path):
 
 
 def test_a_network_that_fails_in_training_is_refused_before_the_run(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"the model `.*failing` failed: IndexError: no such head"
-    ):
+    message = r"the model `.*failing` failed: IndexError: no such head"
+    with pytest.raises(ConfigError, match=message):
         run(experiment(failing), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -113,13 +111,10 @@ def test_a_batch_norm_never_trains_on_a_single_sample(tmp_path):
         training={"batch_size": 16},
         rounds=1,
     )
-    assert (
-        run(settings, out=tmp_path / "left").records.train_loss.notna().all()
-    )  # 17 training samples in one batch
-    with pytest.raises(
-        ConfigError,
-        match=r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms",
-    ):
+    # 17 training samples in one batch
+    assert run(settings, out=tmp_path / "left").records.train_loss.notna().all()
+    message = r"`training\.batch_size` must be 2 or more, got 1: the model's batch norms"
+    with pytest.raises(ConfigError, match=message):
         run(
             {**settings, "training": {**settings["training"], "batch_size": 1}},
             out=tmp_path / "single",
@@ -127,8 +122,6 @@ def test_a_batch_norm_never_trains_on_a_single_sample(tmp_path):
 
 
 def test_a_network_instead_of_a_function_is_refused(tmp_path):
-    with pytest.raises(
-        ConfigError,
-        match=r"`model\.name` must be a function .input_shape, num_classes. that builds",
-    ):
+    message = r"`model\.name` must be a function .input_shape, num_classes. that builds"
+    with pytest.raises(ConfigError, match=message):
         run(tiny(model={"name": with_norms((1, 8, 8), 10)}), out=tmp_path / "run")

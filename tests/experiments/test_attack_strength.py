@@ -142,9 +142,8 @@ def write_probe(folder, defence, attack, number, scores):
 def test_the_most_harmful_strength_is_chosen_and_all_results_are_kept(tmp_path):
     plan = load_grid(grid_with_strengths())
     for defence in ("fedcb2o", "dfedavgm"):
-        write_probe(
-            tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)]
-        )  # harm is the success rate, not the accuracy
+        # harm is the success rate, not the accuracy
+        write_probe(tmp_path, defence, "label-flip", 1, [(0.5, 0.25), (0.5, 0.25)])
         write_probe(tmp_path, defence, "label-flip", 2, [(0.9, 0.5), (0.9, 0.125)])
         write_probe(tmp_path, defence, "alie", 1, [(0.75, None), (0.5, None)])
         write_probe(tmp_path, defence, "alie", 2, [(0.75, None), (0.75, None)])
@@ -172,9 +171,8 @@ def test_the_most_harmful_strength_is_chosen_and_all_results_are_kept(tmp_path):
         {"harm": 0.25, "accuracy": [0.75, 0.75], "attack_success_rate": None},
     ]
     other = grid_with_strengths(attacks={"Label flip": LATE, "ALIE": {**ALIE, "strengths": Z[:1]}})
-    with pytest.raises(
-        RunError, match="the choice for `ALIE` against `FedCB2O` over other strengths or seeds"
-    ):
+    message = "the choice for `ALIE` against `FedCB2O` over other strengths or seeds"
+    with pytest.raises(RunError, match=message):
         _attack_strength.read_choices(tmp_path, load_grid(other))
 
 

@@ -39,10 +39,8 @@ def prepare(**changes):
 )
 def test_a_subset_of_agents_has_the_same_initial_models(initialisation, algorithm):
     prepared = prepare(agents={"initialisation": initialisation}, algorithm=algorithm)
-    all_models, subset_models = (
-        empty_models(prepared.num_persistent_rows, prepared.spec.dim),
-        empty_models(len(SUBSET), prepared.spec.dim),
-    )
+    all_models = empty_models(prepared.num_persistent_rows, prepared.spec.dim)
+    subset_models = empty_models(len(SUBSET), prepared.spec.dim)
     init_models_(
         all_models,
         prepared.experiment,
@@ -62,10 +60,8 @@ def test_a_subset_of_agents_has_the_same_initial_models(initialisation, algorith
 
 def test_a_subset_of_agents_has_the_same_data():
     prepared, cpu = prepare(), torch.device("cpu")
-    all_data, subset_data = (
-        prepared.build_agent_data(range(prepared.spec.num_agents), cpu),
-        prepared.build_agent_data(SUBSET, cpu),
-    )
+    all_data = prepared.build_agent_data(range(prepared.spec.num_agents), cpu)
+    subset_data = prepared.build_agent_data(SUBSET, cpu)
     for k, j in enumerate(SUBSET):
         for actual, expected in zip(
             subset_data.training_data(np.array([k]), 0)
@@ -84,9 +80,8 @@ def test_a_subset_of_agents_has_the_same_data():
     ids=["any network", "small dense networks on a CPU"],
 )
 def test_agents_with_the_same_number_of_batches_train_together(changes, expected):
-    assert (
-        plan_training_batches(prepare(**changes).spec, [8, 9, 8, 16, 17]) == expected
-    )  # batches of 8 samples
+    # batches of 8 samples
+    assert plan_training_batches(prepare(**changes).spec, [8, 9, 8, 16, 17]) == expected
 
 
 def test_redrawn_test_samples_are_balanced_unused_by_agents_and_differ_between_seeds():
@@ -134,9 +129,8 @@ def test_no_agent_has_redrawn_test_images_in_any_rotation(tmp_path):
             for j in range(prepared.spec.num_agents)
         ]
         distinct_images = set(map(bytes, torch.cat(agent_images).numpy()))
-        assert len(distinct_images) == 4 * (
-            2 * 25 + 30
-        )  # all other images, in the rotation of each cluster
+        # all other images, in the rotation of each cluster
+        assert len(distinct_images) == 4 * (2 * 25 + 30)
         assert not distinct_images & set.union(*tests)
         drawn.append(tests[0])
     assert drawn[0] != drawn[1]
@@ -160,7 +154,6 @@ def test_redrawn_test_samples_of_a_table_are_unused_by_agents():
 
 
 def test_test_samples_are_drawn_before_agent_samples():
-    with pytest.raises(
-        ConfigError, match=r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"
-    ):
+    message = r"= 2 \* 700 \+ 1 \* 200 = 1600, and the pool has 1557 samples"
+    with pytest.raises(ConfigError, match=message):
         prepare(evaluate_on="redrawn", agents={"benign_samples": 700, "malicious_samples": 200})

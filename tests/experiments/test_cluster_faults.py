@@ -25,12 +25,8 @@ from ray.cluster_utils import Cluster
 pytestmark = [needs_proc, pytest.mark.slow]
 
 COMMAND = [sys.executable, "-c", "from fedcb2o.cli import main; main()", "run"]
-IN_THE_BACKGROUND = [
-    "sh",
-    "-c",
-    'trap "" INT; exec "$@"',
-    "sh",
-]  # as a shell starts it: Ctrl-C is ignored
+# as a shell starts it: Ctrl-C is ignored
+IN_THE_BACKGROUND = ["sh", "-c", 'trap "" INT; exec "$@"', "sh"]
 STORE = 100 * 2**20
 ROUNDS = 200
 
@@ -181,8 +177,7 @@ def test_a_stopped_run_ends_its_local_ray(tmp_path, number):
     process.send_signal(number)
     process.wait(60)
     process.stderr.close()
-    assert until(
-        lambda: not ray_commands(process.pid), 150
-    )  # agents of Ray check for their parent once a minute
+    # agents of Ray check for their parent once a minute
+    assert until(lambda: not ray_commands(process.pid), 150)
     if number != signal.SIGKILL:
         assert process.returncode == 128 + number

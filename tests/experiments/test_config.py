@@ -196,9 +196,8 @@ def test_extends_changes_a_preset_section_by_section(tmp_path):
     loaded, preset = load(tmp_path / "mine.toml"), load("digits-fedassay")
     assert (loaded.name, loaded.rounds, loaded.agents.budget) == ("mine", 7, 3)
     assert loaded.agents.model_copy(update={"budget": preset.agents.budget}) == preset.agents
-    assert (
-        loaded.model.parameters == {}
-    )  # another model does not inherit the parameters of the first
+    # another model does not inherit the parameters of the first
+    assert loaded.model.parameters == {}
     assert loaded.algorithm == preset.algorithm
 
 
@@ -307,17 +306,11 @@ WRONG = {
     "agents.hiden=5": "there is no key `agents.hiden`. Did you mean `model.hidden`?",
     "agents.seed=5": "there is no key `agents.seed`. Did you mean `seeds`?",
     "algorithm.alfa=1": "algorithm `fedcb2o` has no parameter `alfa`. Did you mean `alpha`?",
-    "algorithm={name='fedcbo',alfa=1}": (
-        "algorithm `fedcbo` has no parameter `alfa`. Did you mean `alpha`?"
-    ),
-    "algorithm.criterion={name='class_loss_gap',absnt='zero'}": (
-        "has no parameter `absnt`. Did you mean `absent`?"
-    ),
+    "algorithm={name='fedcbo',alfa=1}": "algorithm `fedcbo` has no parameter `alfa`. Did you mean `alpha`?",
+    "algorithm.criterion={name='class_loss_gap',absnt='zero'}": "has no parameter `absnt`. Did you mean `absent`?",
     "algorithm.criterion={nam='class_loss_gap'}": "the criterion has no `name`",
     "model.hiden=3": "model `mlp` has no parameter `hiden`. Did you mean `hidden`?",
-    "data.test_per_clas=3": (
-        "data set `digits` has no parameter `test_per_clas`. Did you mean `test_per_class`?"
-    ),
+    "data.test_per_clas=3": "data set `digits` has no parameter `test_per_clas`. Did you mean `test_per_class`?",
     "attack.sorce=1": "attack `label_flip` has no parameter `sorce`. Did you mean `source`?",
     "agents.benign.x=3": "`agents.benign`",
     "no.such.key=3": "there is no key `no`",
@@ -325,22 +318,13 @@ WRONG = {
     "data.name=digit": "there is no data set `digit`. Did you mean `digits`?",
     "model.name=cn": "there is no model `cn`. Did you mean `cnn`?",
     "algorithm.name=fedcb2": "there is no algorithm `fedcb2`. Did you mean `fedcb2o`?",
-    "algorithm.criterion=class_los_gap": (
-        "there is no criterion `class_los_gap`. Did you mean `class_loss_gap`?"
-    ),
-    "algorithm.selection=prob_samplin": (
-        "there is no selection `prob_samplin`. Did you mean `prob_sampling`?"
-    ),
+    "algorithm.criterion=class_los_gap": "there is no criterion `class_los_gap`. Did you mean `class_loss_gap`?",
+    "algorithm.selection=prob_samplin": "there is no selection `prob_samplin`. Did you mean `prob_sampling`?",
+    "algorithm={name='by_rule', rule='median'}": "there is no rule `median`. Did you mean `geometric_median` or `coordinate_median`?",
     "attack.name=label_flop": "there is no attack `label_flop`. Did you mean `label_flip`?",
-    "agents.split=randm": (
-        "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'"
-    ),
-    "agents.malicious_role=bad": (
-        "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'"
-    ),
-    "evaluate_on=train": (
-        "`evaluate_on`: input should be 'test', 'tuning' or 'redrawn', got 'train'"
-    ),
+    "agents.split=randm": "`agents.split`: input should be 'random', 'stratified' or 'released', got 'randm'",
+    "agents.malicious_role=bad": "`agents.malicious_role`: input should be 'attack', 'clean', 'benign' or 'removed'",
+    "evaluate_on=train": "`evaluate_on`: input should be 'test', 'tuning' or 'redrawn', got 'train'",
     # Wrong types.
     "rounds=3.5": "`rounds`: input should be a valid integer, got 3.5",
     "rounds=many": "`rounds`: input should be a valid integer, got 'many'",
@@ -355,9 +339,7 @@ WRONG = {
     "agents.hold_out='yes'": "`agents.hold_out`: input should be a valid boolean, got 'yes'",
     "training.gamma='small'": "`training.gamma`: input should be a valid number, got 'small'",
     "training.gamma=true": "`training.gamma`: input should be a valid number, got True",
-    "algorithm.alpha='large'": (
-        "algorithm `fedcb2o`: `alpha` = 'large': Input should be a valid number"
-    ),
+    "algorithm.alpha='large'": "algorithm `fedcb2o`: `alpha` = 'large': Input should be a valid number",
     "algorithm.alpha=true": "algorithm `fedcb2o`: `alpha` = True: Input should be a valid number",
     "algorithm.name=3": "`algorithm.name` must be the name of a function, ",
     "model.hidden=8": "model `mlp`: `hidden` = 8",
@@ -376,15 +358,9 @@ WRONG = {
     "agents.budget=0": "`agents.budget`: input should be greater than or equal to 1, got 0",
     "agents.budget=6": "`agents.budget` must be between 1 and num_agents - 1 = 5, got 6",
     "agents.participation=0": "`agents.participation`: input should be greater than 0, got 0",
-    "agents.participation=1.5": (
-        "`agents.participation`: input should be less than or equal to 1, got 1.5"
-    ),
-    "agents.validation=1": (
-        "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out`"
-    ),
-    "agents.validation=1.5": (
-        "`agents.validation`: input should be less than or equal to 1, got 1.5"
-    ),
+    "agents.participation=1.5": "`agents.participation`: input should be less than or equal to 1, got 1.5",
+    "agents.validation=1": "`agents.validation` = 1 leaves nothing to train on: take less, or set `agents.hold_out`",
+    "agents.validation=1.5": "`agents.validation`: input should be less than or equal to 1, got 1.5",
     "agents.malicious=-1": "`agents.malicious`: input should be greater than or equal to 0, got -1",
     "training.gamma=-0.1": "`training.gamma`: input should be greater than 0, got -0.1",
     "training.gamma=nan": "`training.gamma`: input should be a finite number, got nan",
@@ -426,18 +402,15 @@ def test_missing_keys_are_named():
         load(table)
     table = tiny()
     del table["attack"]
-    with pytest.raises(
-        ConfigError, match=r"malicious agents that attack need an \[attack\] section"
-    ):
+    message = r"malicious agents that attack need an \[attack\] section"
+    with pytest.raises(ConfigError, match=message):
         load(table)
 
 
 def test_a_consensus_step_above_1_is_refused():
     table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo"})
-    with pytest.raises(
-        ConfigError,
-        match=r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller",
-    ):
+    message = r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller"
+    with pytest.raises(ConfigError, match=message):
         load({**table, "algorithm": {"name": "fedcbo"}})
 
 

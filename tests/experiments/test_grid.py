@@ -19,9 +19,7 @@ from tests.tiny import bits, run_cli, tiny
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.grid import _grid_runner, _tuning, grids, load_grid
-from fedcb2o.experiments.grid._baseline import baseline_table
 from fedcb2o.experiments.grid._eta import TimeEstimate, format_duration
-from fedcb2o.experiments.grid._grid_runner import _open_grid
 from fedcb2o.experiments.grid._loading import _parse_grid, _read_built_in
 
 FLIP = {"attack": {"name": "label_flip", "source": 9, "target": 4}}
@@ -76,10 +74,8 @@ def test_cells_pair_every_defence_with_every_attack_on_the_same_seeds():
 def test_a_defence_with_fewer_seeds_has_baselines_with_fewer_seeds():
     defences = {"FedCB2O": {}, "DFedAvgM": {**MEAN, "seeds": [4]}}
     plan = load_grid(grid(seeds=[3, 4], defences=defences))
-    assert {(cell.key.defence, cell.experiment.seeds) for cell in plan.cells()} == {
-        ("FedCB2O", (3, 4)),
-        ("DFedAvgM", (4,)),
-    }
+    result = {(cell.key.defence, cell.experiment.seeds) for cell in plan.cells()}
+    assert result == {("FedCB2O", (3, 4)), ("DFedAvgM", (4,))}
     assert {cell.folder for cell in plan.cells()} == {
         cell.folder for cell in load_grid(grid(seeds=[3, 4])).cells()
     }
@@ -129,29 +125,21 @@ def test_attacks_with_the_same_goal_share_a_baseline():
 
 
 def test_a_clean_baseline_is_the_clean_counterpart():
-    experiment = load_grid(grid()).experiment("", "FedCB2O", "Label flip")
-    counterpart, clean = (
-        experiment.clean_counterpart().settings(),
-        fedcb2o.load(baseline_table(experiment, "clean")).settings(),
-    )
-    assert {key for key in counterpart if counterpart[key] != clean.get(key)} == {
-        "name",
-        "title",
-        "description",
-    }
+    plan = load_grid(grid(defences={"FedCB2O": {}}, attacks={"Label flip": FLIP}))
+    counterpart = plan.experiment("", "FedCB2O", "Label flip").clean_counterpart().settings()
+    (clean,) = (cell.experiment.settings() for cell in plan.cells() if cell.kind == "clean")
+    result = {key for key in counterpart if counterpart[key] != clean.get(key)}
+    assert result == {"name", "title", "description"}
 
 
 def test_the_budget_of_a_baseline_without_attackers_is_at_most_the_number_of_peers():
-    experiment = load_grid(grid(agents={**tiny()["agents"], "budget": 5})).experiment(
-        "", "DFedAvgM", "ALIE"
-    )
-    assert (
-        experiment.agents.benign,
-        experiment.agents.malicious,
-        experiment.agents.num_clusters,
-    ) == (2, 1, 2)
-    assert baseline_table(experiment, "clean")["agents"]["budget"] == 5
-    assert fedcb2o.load(baseline_table(experiment, "removed")).agents.budget == 3
+    agents = {**tiny()["agents"], "budget": 5}
+    cells = load_grid(grid(agents=agents, defences={"Mean": MEAN}, attacks={"ALIE": ALIE})).cells()
+    by_kind = {cell.kind: cell.experiment.agents for cell in cells}
+    attacked = by_kind["cell"]
+    assert (attacked.benign, attacked.malicious, attacked.num_clusters) == (2, 1, 2)
+    assert by_kind["clean"].budget == 5
+    assert by_kind["removed"].budget == 3
 
 
 def test_other_changes_of_an_attack_apply_to_its_baseline():
@@ -327,10 +315,7 @@ WRONG_TUNING = {
     ),
     "own attack": (
         {"tuning": {"seeds": [1], "attacks": [{"attack": {"name": "ipm", "epz": 1}}]}},
-        (
-            "the grid: attack `tuning attack 1`: attack `ipm` has no parameter `epz`. Did you "
-            "mean `eps`?"
-        ),
+        "the grid: attack `tuning attack 1`: attack `ipm` has no parameter `epz`. Did you mean `eps`?",
     ),
     "setting": (
         {"tuning": {"seeds": [1], "attacks": ["ALIE"], "setting": "S"}},
@@ -361,20 +346,16 @@ def test_an_error_names_the_entry_at_fault(table, message):
 
 def test_an_unknown_grid_name_gives_a_one_line_error(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert (
-        "there is no grid `quik`. Did you mean `quick`? Built in: "
-        in run_cli("bench", "quik").one_line()
-    )
+    message = "there is no grid `quik`. Did you mean `quick`? Built in: "
+    assert message in run_cli("bench", "quik").one_line()
     assert run_cli("bench").one_line().startswith("which grid? Name its file")
     listed = run_cli("bench", "--list")
     assert [line.split()[0] for line in listed.out.splitlines()] == list(grids())
     assert "cannot read no.toml" in run_cli("bench", "no.toml").one_line()
     Path("mine").mkdir()
     Path("mine/grid.toml").write_text("")
-    assert (
-        "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues "
-        "the grid"
-    ) in run_cli("bench", "mine").one_line()
+    message = "mine is a grid's folder: `fedcb2o bench mine/grid.toml --out mine --resume` continues the grid"
+    assert message in run_cli("bench", "mine").one_line()
 
 
 def test_a_folder_with_other_files_gives_a_one_line_error(tmp_path):
@@ -382,10 +363,8 @@ def test_a_folder_with_other_files_gives_a_one_line_error(tmp_path):
     path.write_text(tomli_w.dumps(grid()))
     full.mkdir()
     (full / "file").write_text("")
-    assert (
-        "full is not empty and holds no grid: choose another --out"
-        in run_cli("bench", path, "--out", full).one_line()
-    )
+    message = "full is not empty and holds no grid: choose another --out"
+    assert message in run_cli("bench", path, "--out", full).one_line()
 
 
 # Tuning
@@ -429,9 +408,8 @@ def test_the_candidate_with_the_best_mean_score_is_chosen_and_kept(tmp_path):
     attacks = {"tuning": {"seeds": [7, 8], "attacks": ["Label flip", "ALIE"]}}
     plan = load_grid(tuned(**attacks))
     write_trial(tmp_path, 1, "label-flip", {7: (0.9, 0.5), 8: (0.9, 0.3)})  # 0.4, 0.6
-    write_trial(
-        tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)}
-    )  # the mean of the four is 0.6
+    # the mean of the four is 0.6
+    write_trial(tmp_path, 1, "alie", {7: (0.8, None), 8: (0.6, None)})
     write_trial(tmp_path, 2, "label-flip", {7: (0.8, 0.0), 8: (0.8, 0.1)})  # 0.8, 0.7
     write_trial(tmp_path, 2, "alie", {7: (0.5, None), 8: (0.6, None)})  # 0.65, with less accuracy
     choices = _tuning.read_choices(tmp_path, plan)
@@ -439,21 +417,13 @@ def test_the_candidate_with_the_best_mean_score_is_chosen_and_kept(tmp_path):
     assert _tuning.best_candidates(choices) == {"FedCB2O": 1}
     written = json.loads((tmp_path / "tuning.json").read_text())["FedCB2O"]
     assert written["scores"] == pytest.approx([0.6, 0.65])
-    assert written["by_attack"][0] == {
-        "Label flip": pytest.approx([0.4, 0.6]),
-        "ALIE": pytest.approx([0.8, 0.6]),
-    }
+    result = written["by_attack"][0]
+    assert result == {"Label flip": pytest.approx([0.4, 0.6]), "ALIE": pytest.approx([0.8, 0.6])}
     assert _tuning.read_choices(tmp_path, plan) == choices
-    other = tuned(
-        **attacks,
-        defences={
-            "FedCB2O": {"tune": [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 3.0}}]}
-        },
-    )
-    with pytest.raises(
-        RunError,
-        match="holds the choice for `FedCB2O` over other candidates, attacks or seeds",
-    ):
+    defences = {"FedCB2O": {"tune": [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 3.0}}]}}
+    other = tuned(**attacks, defences=defences)
+    message = "holds the choice for `FedCB2O` over other candidates, attacks or seeds"
+    with pytest.raises(RunError, match=message):
         _tuning.read_choices(tmp_path, load_grid(other))
 
 
@@ -538,9 +508,8 @@ def test_the_time_estimate_is_by_defence_and_none_before_the_first_result():
     assert estimate.remaining() is None
     assert estimate.weight(fast[0]) == float("inf")
     assert estimate.finish(fast[0], 4.0) == 2.0
-    assert estimate.remaining() == pytest.approx(
-        3 * 4 / 2
-    )  # the other defence, still unknown, counts as the mean of all
+    # the other defence, still unknown, counts as the mean of all
+    assert estimate.remaining() == pytest.approx(3 * 4 / 2)
     assert estimate.finish(slow[0], 20.0) == 10.0
     assert estimate.weight(slow[1]) == 20.0 > estimate.weight(fast[1]) == 4.0
     assert estimate.remaining() == pytest.approx(20.0)  # the longest cell alone
@@ -558,11 +527,8 @@ def test_durations_are_formatted_in_a_suitable_unit(seconds, text):
 # Complete runs
 
 
-WIDENED = {
-    "seeds": [1001],
-    "attacks": ["ALIE"],
-    "widen": 1,
-}  # the better of two candidates is always at an end
+# the better of two candidates is always at an end
+WIDENED = {"seeds": [1001], "attacks": ["ALIE"], "widen": 1}
 
 
 class NoWorkers:
@@ -664,11 +630,8 @@ def test_the_command_line_changes_the_settings_that_cells_share(tmp_path):
         name: (config["seeds"], config["rounds"], config["training"]["batch_size"])
         for name, config in configs.items()
     }
-    assert values == {
-        "fedcb2o": ([4], 1, 16),
-        "dfedavgm": ([4, 7], 1, 16),
-        "fedcbo": ([4, 7], 3, 4),
-    }
+    expected = {"fedcb2o": ([4], 1, 16), "dfedavgm": ([4, 7], 1, 16), "fedcbo": ([4, 7], 3, 4)}
+    assert values == expected
     with pytest.raises(ConfigError, match="grid `quick` with changes: there is no key `tau`"):
         load_grid("quick", {"tau": 1})
     for wrong in ({"defences": 3}, {"defences": {"FedCB2O": {"seeds": 3}}}):
@@ -685,10 +648,8 @@ def test_a_missing_device_gives_a_one_line_error_before_the_grid_starts(tmp_path
 
 def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_path):
     path, folder = reference_grid
-    assert (
-        "already holds runs of this grid: --resume continues it"
-        in run_cli("bench", path, "--out", folder).one_line()
-    )
+    text = "already holds runs of this grid: --resume continues it"
+    assert text in run_cli("bench", path, "--out", folder).one_line()
     other = tmp_path / "other.toml"
     changes = {
         "FedCB2O, Label flip: `attack.source` is 9 there and 8 here": {
@@ -715,7 +676,7 @@ def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_p
     )
     choices = _tuning.read_choices(folder, plan)
     before = (folder / "grid.toml").read_bytes()
-    _open_grid(
+    _grid_runner._open_grid(
         folder,
         plan,
         choices,
@@ -817,9 +778,8 @@ def test_workers_of_a_killed_grid_end_by_themselves(reference_grid, tmp_path, co
     time.sleep(3 * (not count))
     process.kill()  # only the main process
     process.communicate(timeout=60)
-    assert_resumed_bits(
-        folder, path, out
-    )  # at once: it waits for the workers of the killed process
+    # at once: it waits for the workers of the killed process
+    assert_resumed_bits(folder, path, out)
     assert_gone(process.pid)
 
 

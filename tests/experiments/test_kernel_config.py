@@ -52,10 +52,8 @@ def test_verbose_shows_the_chosen_kernels(tmp_path):
     assert "tiny seed 1000: processes 1, large dense layers by torch" in done.err
     path = write(path, rounds=1, model=IMAGES, together=3, convolution="unfolded")
     done = run_cli("run", path, "--out", tmp_path / "more", "--workers", 1, "--verbose")
-    assert (
-        "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense "
-        "layers by torch"
-    ) in done.err
+    message = "tiny seed 1000: processes 1, 3 agents at once, convolutions unfolded, large dense layers by torch"
+    assert message in done.err
     path = write(path, rounds=1, model=IMAGES, convolution="fourier")
     done = run_cli("run", path, "--out", tmp_path / "spectra", "--workers", 1, "--verbose")
     assert (

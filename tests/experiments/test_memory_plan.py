@@ -7,14 +7,14 @@ from types import SimpleNamespace
 
 import pytest
 from tests.processes import needs_proc
-from tests.tiny import FEDCB2O, bits, command, run_cli, tiny, write
+from tests.tiny import FEDCB2O, bits, command, run_cli, set_processors, tiny, write
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.runs import _memory_plan
-from fedcb2o.parallel import _resources, _shared_memory
+from fedcb2o.parallel import _shared_memory
 from fedcb2o.simulation import checkpoint
 
 
@@ -43,10 +43,8 @@ def test_the_error_names_the_number_of_agents_that_would_fit(tmp_path, monkeypat
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
     monkeypatch.setattr(_memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=0))
     in_memory = plan(tmp_path, 10**9)
-    with pytest.raises(
-        RunError,
-        match=r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$",
-    ):
+    message = r"^6 agents need .* of memory, or on disk .* that are free: 3 agents would fit$"
+    with pytest.raises(RunError, match=message):
         plan(tmp_path, in_memory.other_bytes + in_memory.model_bytes // 2)
     with pytest.raises(RunError, match=r": give more memory or take a smaller model$"):
         plan(tmp_path, 1000)
@@ -59,10 +57,8 @@ def test_too_little_memory_for_mixing_is_refused(tmp_path, monkeypatch):
         _memory_plan.shutil, "disk_usage", lambda folder: SimpleNamespace(free=10**18)
     )
     overhead = plan(tmp_path, 10**9).other_bytes
-    assert (
-        plan(tmp_path, overhead + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
-        == _memory_plan.REDUCTION_TILE_COLUMNS
-    )
+    result = plan(tmp_path, overhead + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS).columns_per_mix
+    assert result == _memory_plan.REDUCTION_TILE_COLUMNS
     with pytest.raises(RunError, match=r": 5 agents would fit$"):
         plan(tmp_path, overhead + 8 * 6 * _memory_plan.REDUCTION_TILE_COLUMNS - 1)
 
@@ -72,7 +68,7 @@ def eight_processors(monkeypatch):
     """Simulate eight processors with work for all; processes need memory only for training."""
     monkeypatch.setattr(_memory_plan, "MIN_PARALLEL_FLOPS", 0.0)
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
-    monkeypatch.setattr(_memory_plan._resources, "available_processors", lambda: 8)
+    set_processors(monkeypatch, 8)
 
 
 def test_the_number_of_processes_is_limited_by_work_and_memory(
@@ -132,14 +128,12 @@ def test_small_models_stay_in_memory_with_as_many_processes_as_fit(
 
 def test_the_plan_counts_data_and_training_of_every_process(tmp_path, monkeypatch):
     monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
-    training = (
-        12 * _memory_plan.MAX_BATCH_PARAMETERS
-    )  # small dense networks train in batches of this size
+    # small dense networks train in batches of this size
+    training = 12 * _memory_plan.MAX_BATCH_PARAMETERS
     data = plan(tmp_path, 10**9).other_bytes - training
     assert plan(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
-    assert plan(tmp_path, 10**9, count=2).other_bytes == 2 * (
-        data + training
-    )  # the data as read, and their shared copy
+    # the data as read, and their shared copy
+    assert plan(tmp_path, 10**9, count=2).other_bytes == 2 * (data + training)
 
 
 def test_an_existing_checkpoint_needs_no_more_disk_space(tmp_path, monkeypatch):
@@ -178,7 +172,7 @@ def test_the_memory_of_a_killed_run_counts_as_free(tmp_path, monkeypatch):
 def test_processes_are_limited_by_processors_and_agents(
     monkeypatch, caplog, asked, processors, expected
 ):
-    monkeypatch.setattr(_resources, "available_processors", lambda: processors)
+    set_processors(monkeypatch, processors)
     assert _memory_plan.clip_workers(asked, 6, "agents") == expected
     note = (
         f"{expected} processes work, not {asked}: there are {processors} processors and 6 agents."
@@ -187,7 +181,7 @@ def test_processes_are_limited_by_processors_and_agents(
 
 
 def test_a_run_records_the_limited_number_of_processes(tmp_path, monkeypatch):
-    monkeypatch.setattr(_resources, "available_processors", lambda: 1)
+    set_processors(monkeypatch, 1)
     fedcb2o.run(tiny(rounds=1), out=tmp_path / "run", workers=40)
     assert json.loads((tmp_path / "run/seed-1000/environment.json").read_text())["workers"] == 1
 
@@ -208,8 +202,7 @@ def test_fewer_than_one_process_is_refused(tmp_path, asked):
         pytest.param(
             "-n 8",
             (),
-            "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with "
-            "fewer",
+            "cannot start a worker process (Too many open files): raise `ulimit -n`, or try with fewer",
             marks=pytest.mark.slow,
         ),
     ],

@@ -121,10 +121,8 @@ def test_regression_trains_with_the_configured_loss(tmp_path):
     assert rows.accuracy.isna().all()
     first, last = (rows[rows["round"] == n].test_loss.mean() for n in (5, 30))
     assert last < first / 2
-    module, final = (
-        architectures.mlp([2], 1, hidden=[4]),
-        rows[rows["round"] == 30].set_index("agent"),
-    )
+    module = architectures.mlp([2], 1, hidden=[4])
+    final = rows[rows["round"] == 30].set_index("agent")
     for j, theta in enumerate(last_models(done)):
         if j in final.index:
             parameters.bind_(module, theta.clone())
@@ -135,10 +133,8 @@ def test_regression_trains_with_the_configured_loss(tmp_path):
     weights = done.pairs[(done.pairs.agent != done.pairs.peer) & (done.pairs["round"] > 5)]
     attacker = done.agents[done.agents.malicious].agent.iloc[0]
     weights = weights[weights.agent != attacker]
-    assert (
-        weights[weights.peer == attacker].weight.mean()
-        < weights[weights.peer != attacker].weight.mean()
-    )
+    result = weights[weights.peer == attacker].weight.mean()
+    assert result < weights[weights.peer != attacker].weight.mean()
 
 
 @pytest.mark.parametrize("changes", [{}, NUMBERS], ids=["classes", "numbers"])
@@ -160,20 +156,14 @@ def test_reports_use_the_known_clusters_of_owners(tmp_path):
     assert torch.equal(last_models(plain), last_models(known))
     assert known.about(1)["cluster"] == [0, 1, 2, 0]
     table = pair_statistics(known).set_index(["cluster", "relation"])
-    assert table.available.to_dict() == {
-        (0, "same"): 1,
-        (0, "other"): 2,
-        (1, "other"): 3,
-        (2, "other"): 3,
-    }
+    result = table.available.to_dict()
+    assert result == {(0, "same"): 1, (0, "other"): 2, (1, "other"): 3, (2, "other"): 3}
 
 
 def test_a_user_loss_gives_the_same_models_as_the_built_in_loss(tmp_path):
     changes = {**NUMBERS, "training": {"gamma": 0.05, "loss": mean_of_squares}}
-    built_in, user_defined = (
-        run(tmp_path / "built-in", **NUMBERS),
-        run(tmp_path / "mine", **changes),
-    )
+    built_in = run(tmp_path / "built-in", **NUMBERS)
+    user_defined = run(tmp_path / "mine", **changes)
     assert torch.equal(last_models(built_in), last_models(user_defined))
     assert user_defined.config["training"]["loss"] == {"name": f"{ME}:mean_of_squares"}
 

@@ -87,15 +87,6 @@ def test_only_the_files_of_a_run_are_sent(tmp_path):
     assert names > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
 
 
-@pytest.mark.parametrize("name", ["agents.json", "metrics.jsonl"])
-def test_errors_name_the_local_folder(tmp_path, name):
-    run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
-    path = tmp_path / "one" / "seed-1000" / name
-    path.write_text("nothing")
-    (last,) = job_updates(tmp_path / "one", rounds=2)
-    assert last.result[1].startswith(f"{path} is damaged")
-
-
 def test_updates_have_log_messages(tmp_path, monkeypatch):
     run(tiny(rounds=1), out=tmp_path / "one", seeds=[1000], workers=1)
     monkeypatch.setattr(_provenance, "_versions", lambda device: {"python": "4.0"})

@@ -47,11 +47,9 @@ def test_a_grid_continues_after_a_node_is_killed(three, tmp_path, told, monkeypa
 
 
 def test_seeds_can_be_resumed_after_the_command_is_killed(three, tmp_path, told):  # noqa: F811
-    plan, path, folder = (
-        tiny(rounds=20, seeds=SEEDS, algorithm=slow_loss(told)),
-        tmp_path / "plan.toml",
-        tmp_path / "many",
-    )
+    plan = tiny(rounds=20, seeds=SEEDS, algorithm=slow_loss(told))
+    path = tmp_path / "plan.toml"
+    folder = tmp_path / "many"
     path.write_text(tomli_w.dumps(plan))
     arguments = ["run", str(path), "--out", str(folder), "--cluster", three.address]
     process = subprocess.Popen([sys.executable, "-c", COMMAND, *arguments])

@@ -8,7 +8,7 @@ from importlib.metadata import version
 import pytest
 from rich.console import Console
 from rich.text import Text
-from tests.tiny import bits, run_cli, tiny, write
+from tests.tiny import bits, lines_of, run_cli, tiny, write
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
@@ -28,13 +28,6 @@ FILES = (
 )
 
 
-def lines(folder, name):
-    return [
-        json.loads(text)
-        for text in (folder / "seed-1000" / f"{name}.jsonl").read_text().splitlines()
-    ]
-
-
 def test_the_summary_file_equals_the_report(tmp_path):
     done = run(tiny(rounds=5, evaluate_every=2), out=tmp_path, workers=1, seeds=[1000, 1001])
     for seed, expected in summary(done.records).set_index("seed", drop=False).iterrows():
@@ -52,7 +45,9 @@ def test_the_summary_file_equals_the_report(tmp_path):
 def test_asked_peers_without_an_answer_are_recorded(tmp_path):
     run(tiny(rounds=8, agents={"participation": 0.6}), out=tmp_path, workers=1)
     unanswered = 0
-    for line, metrics in zip(lines(tmp_path, "pairs"), lines(tmp_path, "metrics"), strict=True):
+    for line, metrics in zip(
+        lines_of(tmp_path, "pairs"), lines_of(tmp_path, "metrics"), strict=True
+    ):
         online = [j for j, asked in enumerate(line["asked"]) if asked]
         for asked, ids in zip(line["asked"], line["ids"], strict=True):
             assert ids == [i for i in asked if i in online]
@@ -69,7 +64,7 @@ def test_an_extended_run_keeps_the_evaluation_of_its_former_last_round(tmp_path)
     further, at_once = bits(tmp_path / "further"), bits(tmp_path / "at once")
     assert {name for name in further if further[name] != at_once[name]} == {"metrics.jsonl"}
     evaluated = [
-        line["round"] for line in lines(tmp_path / "further", "metrics") if "accuracy" in line
+        line["round"] for line in lines_of(tmp_path / "further", "metrics") if "accuracy" in line
     ]
     assert evaluated == [2, 3, 4]
 
@@ -139,9 +134,8 @@ def test_progress_shows_the_first_phase_at_once(capsys, terminal):
         assert "training" in first
         assert ("0/3" if terminal else "tiny seed 7: round 1/3 training\n") in first
         progress.phase(experiment, 7, 1, "evaluating")
-        assert (
-            "evaluating" in output()
-        ) == terminal  # without a terminal only after `every` seconds
+        # without a terminal only after `every` seconds
+        assert ("evaluating" in output()) == terminal
         scores = {
             "accuracy": [0.5, None],
             "source_accuracy": [None, None],

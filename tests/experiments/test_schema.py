@@ -56,13 +56,10 @@ def test_every_grid_is_valid_and_a_mistake_in_an_entry_is_found(grids):
             errors(grids, tomllib.loads((PACKAGE / "grids" / f"{name}.toml").read_text())) == []
         ), name
     entry = {"extends": "digits-fedassay", "attacks": {"Flip": {"attack": {"name": "label_flip"}}}}
-    assert (
-        errors(
-            grids,
-            {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}},
-        )
-        == []
+    result = errors(
+        grids, {**entry, "defences": {"A": {"algorithm": {"alpha": 2}, "tune": [{"rounds": 3}]}}}
     )
+    assert result == []
     assert errors(grids, {**entry, "defences": {"A": {"algorithm": {"alpah": 2}}}})
     assert errors(grids, {**entry, "defences": {"A": {"tune": [{"round": 3}]}}})
     assert errors(grids, entry) == [": 'defences' is a required property"]
@@ -136,13 +133,11 @@ def test_a_mistake_is_reported_with_its_key(experiments, changes, message):
 
 
 def test_an_experiment_with_extends_may_leave_out_required_keys(experiments):
-    assert (
-        errors(
-            experiments,
-            {"extends": "digits-fedassay", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
-        )
-        == []
+    result = errors(
+        experiments,
+        {"extends": "digits-fedassay", "algorithm": {"alpha": 5}, "agents": {"budget": 3}},
     )
+    assert result == []
     assert errors(experiments, {"extends": "digits-fedassay", "algorithm": {"alpah": 5}})
     assert errors(experiments, {"extends": "digit-fedcb2o"})
     assert errors(experiments, {"algorithm": {"alpha": 5}})

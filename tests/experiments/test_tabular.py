@@ -61,9 +61,7 @@ def test_fedcb2o_stays_accurate_under_attacks_on_models(tmp_path, attack):
 
 @pytest.mark.parametrize("name", TRIGGERED)
 def test_triggers_need_images_and_are_refused_before_the_run(tmp_path, name):
-    with pytest.raises(
-        ConfigError,
-        match=r"a trigger marks images, and the samples have shape \(30,\): take an attack",
-    ):
+    message = r"a trigger marks images, and the samples have shape \(30,\): take an attack"
+    with pytest.raises(ConfigError, match=message):
         benign_scores(tmp_path / "run", attack={"name": name, "target": 1})
     assert not (tmp_path / "run").exists()

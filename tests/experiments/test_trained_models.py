@@ -107,10 +107,8 @@ def test_missing_agents_seeds_and_checkpoints_are_errors(tmp_path):
 )
 def test_an_optimiser_steps_as_in_a_plain_loop(make_optimiser):
     draw = stream(0, "data")
-    x, y = (
-        torch.from_numpy(draw.normal(size=(30, 6))).float(),
-        torch.from_numpy(draw.integers(3, size=30)),
-    )
+    x = torch.from_numpy(draw.normal(size=(30, 6))).float()
+    y = torch.from_numpy(draw.integers(3, size=30))
     module, reference = (
         parameters.initialise(lambda: architectures.mlp([6], 3, hidden=[4]), stream(0, "model"))
         for _ in range(2)

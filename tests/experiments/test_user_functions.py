@@ -403,9 +403,7 @@ CASES = {
     "rule_state_grad": None,
     "rule_state_meta": "{part} keeps `a`, a Tensor, in its state: expected dense tensors",
     "rule_state_pool": None,
-    "rule_state_none": (
-        "{part}, which declares a memory, returned a tuple, expected (state, weights)"
-    ),
+    "rule_state_none": "{part}, which declares a memory, returned a tuple, expected (state, weights)",
     "pre_step_none": "{part} returned None, expected numbers: is a `return` missing?",
     "pre_step_square": "{part} returned shape (3,), expected a matrix of 4 columns",
     "pre_step_nan": "{part} returned a matrix whose rows do not each sum to 1: [nan, ",
@@ -458,12 +456,8 @@ CASES = {
     "selection_exits": EXITS,
     "graph_writes": ("graph_plain",),
     "graph_exits": EXITS,
-    "model_shifts": (
-        "{part} writes into the samples that it reads, or into its parameters, in evaluation"
-    ),
-    "model_clamps": (
-        "{part} writes into the samples that it reads, or into its parameters, in evaluation"
-    ),
+    "model_shifts": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
+    "model_clamps": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
     "model_late": WROTE,
     "model_leaves": "{part} failed: SystemExit: 0",
     "model_exits": EXITS,
@@ -601,10 +595,8 @@ def test_a_run_continues_after_a_user_function_overwrote_models(tmp_path):
     """The overwritten models are not saved; the run continues from its checkpoint."""
     experiment = tiny(algorithm={"criterion": gap_that_may_write})
     writes[0] = True
-    with pytest.raises(
-        ConfigError,
-        match=r"the criterion `.*:gap_that_may_write` wrote into models that all agents share",
-    ):
+    message = r"the criterion `.*:gap_that_may_write` wrote into models that all agents share"
+    with pytest.raises(ConfigError, match=message):
         run(experiment, out=tmp_path / "mended", workers=1)
     writes[0] = False
     lines = (tmp_path / "mended/seed-1000/metrics.jsonl").read_text().splitlines()
