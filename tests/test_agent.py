@@ -216,10 +216,8 @@ def test_models_and_losses_may_have_other_number_types():
         return np.ma.array(np.where(is_known, 0.5, -50.0), mask=~is_known)
 
     agent_with_judge = Agent(linear(), judge=judge, method="fedcbo")
-    assert agent_with_judge.aggregate({"a": model(1.0), "b": model(2.0)}).weights == {
-        "a": 0.0,
-        "b": 1.0,
-    }
+    result = agent_with_judge.aggregate({"a": model(1.0), "b": model(2.0)}).weights
+    assert result == {"a": 0.0, "b": 1.0}
     for labels in ([0.5, 1.0], np.ma.array([0, 1], mask=[1, 0])):
         agent = Agent(linear(), judge=lambda states, y=labels: (np.ones((len(states), 2)), y))
         with pytest.raises(ConfigError, match="the judge must return the class of each"):

@@ -22,9 +22,8 @@ CLASSES = {
     if isinstance(getattr(aggregators, name), type) and name != "Aggregator"
 }
 FUNCTIONS = sorted(set(aggregators.__all__) - set(CLASSES) - {"Aggregator"})
-ALONE = sorted(
-    name for name, kind in CLASSES.items() if kind.__call__.__code__.co_argcount == 2
-)  # rules whose only input is the models
+# rules whose only input is the models
+ALONE = sorted(name for name, kind in CLASSES.items() if kind.__call__.__code__.co_argcount == 2)
 PRE = ["ARC", "NNM", "Bucketing", "Clipping"]
 WITH_F = sorted(name for name, kind in CLASSES.items() if hasattr(kind, "f"))
 
@@ -93,9 +92,8 @@ def test_every_type_of_models_gives_the_same_values(name):
         low_precision = make(name)(X.to(dtype))
         assert low_precision.dtype == dtype
         if name not in ("Krum", "NNM", "MDA", "SMEA", "MultiKrum") or dtype is torch.float32:
-            torch.testing.assert_close(
-                low_precision.double(), of_tensor, rtol=tolerance, atol=tolerance
-            )
+            actual = low_precision.double()
+            torch.testing.assert_close(actual, of_tensor, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", CLASSES)
@@ -211,9 +209,8 @@ def test_too_few_models_are_an_error_or_a_warning(name, caplog):
     """f = 1 needs 2 f + 1 models, or the number in `NEEDED`; the agent's own model counts."""
     m = NEEDED.get(name, 3) - 1 - len(INPUTS.get(name, ())[:1])
     inputs = {"UBAR": (X[-1], np.arange(m + 1.0))}.get(name, INPUTS.get(name, ()))
-    with pytest.raises(
-        ConfigError, match=rf"`f` = 1 attackers are more .* needs {NEEDED.get(name, 3)} models"
-    ):
+    message = rf"`f` = 1 attackers are more .* needs {NEEDED.get(name, 3)} models"
+    with pytest.raises(ConfigError, match=message):
         make(name)(X[:m], *inputs)
     base._warn_of_clipping.cache_clear()
     clipped = make(name, clip_f=True)(X[:m], *inputs)

@@ -155,10 +155,8 @@ def test_a_report_omits_damaged_samples(copy, tmp_path):
 def test_a_seed_with_another_number_or_from_another_run_is_refused(copy, tmp_path):
     path, out = copy
     shutil.copytree(out / SEED, out / "seed-7")
-    assert (
-        f"{out / 'seed-7'} holds seed 1000, by its sums.json: put back what was there, or move "
-        "seed-7 away" in run_cli("compare", out).one_line()
-    )
+    message = f"{out / 'seed-7'} holds seed 1000, by its sums.json: put back what was there, or move seed-7 away"
+    assert message in run_cli("compare", out).one_line()
     shutil.rmtree(out / "seed-7")
     other = write(tmp_path / "other.toml", rounds=4, seeds=[1000], algorithm={"alpha": 3.0})
     assert run_cli("run", other, "--out", tmp_path / "other", "--workers", 1).status == 0

@@ -70,9 +70,8 @@ def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monke
     settings = tomllib.loads(text) | {"name": "mine", "seeds": [0]}
     run = fedcb2o.run(settings, out="python")
     columns = ["round", "agent", "accuracy"]
-    pd.testing.assert_frame_equal(
-        run.records[columns], fedcb2o.Run("runs/mine").records[columns], check_exact=True
-    )
+    expected = fedcb2o.Run("runs/mine").records[columns]
+    pd.testing.assert_frame_equal(run.records[columns], expected, check_exact=True)
 
 
 def test_keys_and_parts_are_listed_and_described():
@@ -183,10 +182,8 @@ def test_presets_have_one_line_per_preset_with_recommended_ones_first():
 
 def test_the_printed_file_of_a_preset_is_the_same_experiment(tmp_path):
     (tmp_path / "copy.toml").write_text(run_cli("presets", "digits-fedcb2o-released").out)
-    assert (
-        fedcb2o.load(tmp_path / "copy.toml").settings()
-        == fedcb2o.load("digits-fedcb2o-released").settings()
-    )
+    result = fedcb2o.load(tmp_path / "copy.toml").settings()
+    assert result == fedcb2o.load("digits-fedcb2o-released").settings()
     assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digit-fedassay").one_line()
     assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digits").one_line()
     assert "Did you mean `digits-fedassay` or" in run_cli("presets", "fedassay").one_line()
@@ -246,10 +243,8 @@ def test_the_error_of_wrong_seeds_is_one_line(tmp_path, text):
     with pytest.raises(ConfigError, match="--seeds needs whole numbers with commas, such as 0,1,2"):
         runs._parse_seeds(text)
     path = write(tmp_path / "tiny.toml")
-    assert (
-        "--seeds needs whole numbers"
-        in run_cli("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
-    )
+    message = "--seeds needs whole numbers"
+    assert message in run_cli("run", path, "--seeds", text, "--out", tmp_path / "run").one_line()
 
 
 @pytest.mark.parametrize("change", ["rounds", "=3", "", "rounds:3"])
@@ -407,16 +402,13 @@ def test_a_users_functions_give_the_same_bits_in_a_script_and_a_configuration(
     result, expected = bits(tmp_path / "scripted"), bits(tmp_path / "configured")
     del result["config.toml"], expected["config.toml"]
     assert result == expected
-    assert (
-        json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"]
-        == 64 * 5 + 5 + 5 * 10 + 10
-    )
+    value = json.loads((tmp_path / "scripted/seed-1000/agents.json").read_text())["dim"]
+    assert value == 64 * 5 + 5 + 5 * 10 + 10
 
 
 def test_python_and_the_command_line_have_the_same_errors(tmp_path):
-    with pytest.raises(
-        ConfigError, match=r"there is no preset `digit-fedassay`\. Did you mean `digits-fedassay`\?"
-    ):
+    message = r"there is no preset `digit-fedassay`\. Did you mean `digits-fedassay`\?"
+    with pytest.raises(ConfigError, match=message):
         fedcb2o.run("digit-fedassay")
     with pytest.raises(ConfigError, match="there is no key `roundz`"):
         fedcb2o.run({**tiny(), "roundz": 3})

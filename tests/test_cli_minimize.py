@@ -61,14 +61,9 @@ def run_to_table(*words):
 
 def test_a_run_has_the_results_of_python():
     out, table = run_to_table("circle", *SMALL, "--seed", 3, "--set", "delta_q=0.001")
+    dynamics = fedcb2o.Adaptive(delta_q=0.001)
     expected = fedcb2o.minimize(
-        CIRCLE.lower,
-        CIRCLE.upper,
-        2,
-        num_particles=40,
-        maxiter=60,
-        seed=3,
-        dynamics=fedcb2o.Adaptive(delta_q=0.001),
+        CIRCLE.lower, CIRCLE.upper, 2, num_particles=40, maxiter=60, seed=3, dynamics=dynamics
     )
     assert table["x"] == expected.x.tolist()
     assert (table["lower"], table["upper"]) == (expected.lower.item(), expected.upper.item())

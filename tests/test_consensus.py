@@ -26,9 +26,8 @@ def test_quantile_by_hand():
         (1.0, 5.0),
     ):
         assert consensus.quantile(lower, beta).item() == expected
-    assert (
-        consensus.quantile(torch.arange(100.0), 0.07).item() == 6
-    )  # 0.07 * 100 is 7.000000000000001
+    # 0.07 * 100 is 7.000000000000001
+    assert consensus.quantile(torch.arange(100.0), 0.07).item() == 6
 
 
 @pytest.mark.parametrize("quantile", [consensus.quantile, consensus.averaged_quantile])
@@ -77,10 +76,8 @@ def test_weights_by_hand():
 
 @pytest.mark.parametrize("huge", [1e6, 1e300])
 def test_huge_values_of_g_do_not_underflow(huge):
-    assert consensus.weights(torch.tensor([huge, huge], dtype=torch.float64), 1e3).tolist() == [
-        0.5,
-        0.5,
-    ]
+    result = consensus.weights(torch.tensor([huge, huge], dtype=torch.float64), 1e3).tolist()
+    assert result == [0.5, 0.5]
     assert consensus.weights(
         torch.tensor([huge, 2 * huge], dtype=torch.float64), 10.0
     ).tolist() == [1.0, 0.0]
@@ -107,18 +104,16 @@ def test_weights_are_a_distribution_and_invariant_to_a_shift(upper, alpha, shift
     mu = consensus.weights(upper, alpha)
     assert mu.sum().item() == pytest.approx(1.0)
     shifted = consensus.weights((upper + shift) - shift, alpha)  # equal rounding on both sides
-    torch.testing.assert_close(
-        consensus.weights(upper + shift, alpha), shifted, rtol=1e-5, atol=1e-5
-    )
+    result = consensus.weights(upper + shift, alpha)
+    torch.testing.assert_close(result, shifted, rtol=1e-5, atol=1e-5)
 
 
 @given(values, st.floats(0, 10), st.randoms(use_true_random=False))
 def test_weights_follow_a_permutation(upper, alpha, random):
     order = list(range(len(upper)))
     random.shuffle(order)
-    torch.testing.assert_close(
-        consensus.weights(upper[order], alpha), consensus.weights(upper, alpha)[order]
-    )
+    expected = consensus.weights(upper, alpha)[order]
+    torch.testing.assert_close(consensus.weights(upper[order], alpha), expected)
 
 
 def test_rows_of_a_batch_are_independent():
@@ -263,17 +258,14 @@ def test_weights_with_masses_by_hand():
 @given(values, st.floats(0, 10), masses, st.sampled_from([1e-3, 0.5, 64.0]))
 def test_weights_and_sets_are_invariant_to_the_scale_of_masses(upper, alpha, mass, scale):
     mass = torch.tensor(shares(mass, len(upper)), dtype=torch.float64)
-    unscaled, scaled = (
-        consensus.weights(upper, alpha, mass=mass),
-        consensus.weights(upper, alpha, mass=mass * scale),
-    )
+    unscaled = consensus.weights(upper, alpha, mass=mass)
+    scaled = consensus.weights(upper, alpha, mass=mass * scale)
     torch.testing.assert_close(unscaled, scaled)
     assert unscaled.sum().item() == pytest.approx(1.0)
     for averaged in (False, True):
-        torch.testing.assert_close(
-            consensus.sublevel_mask(upper, 0.3, averaged=averaged, mass=mass),
-            consensus.sublevel_mask(upper, 0.3, averaged=averaged, mass=mass * 64.0),
-        )
+        result = consensus.sublevel_mask(upper, 0.3, averaged=averaged, mass=mass)
+        expected = consensus.sublevel_mask(upper, 0.3, averaged=averaged, mass=mass * 64.0)
+        torch.testing.assert_close(result, expected)
 
 
 def test_point_of_batches():

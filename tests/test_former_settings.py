@@ -62,10 +62,8 @@ def test_a_recorded_grid_gets_the_current_names():
         },
     }
     current = current_settings(grid)
-    assert current["attacks"] == {
-        "Random": {"attack": "random_model"},
-        "Sparse": {"attack": {"kept_share": 0.5}},
-    }
+    expected = {"Random": {"attack": "random_model"}, "Sparse": {"attack": {"kept_share": 0.5}}}
+    assert current["attacks"] == expected
     tune = [{"algorithm": {"guards": {"max_distance": 1.3}}}, {"algorithm": {}}]
     assert current["defences"] == {"A": {"tune": tune}}
     assert current_settings(current) == current

@@ -48,9 +48,8 @@ def test_the_tutorial_has_the_same_numbers_from_toml_and_python(tmp_path, monkey
     exec(parts + python.replace("[0, 1, 2]", "[0]").replace('"rounds": 10', '"rounds": 2'), names)
     assert names["settings"]["seeds"] == [0]
     columns = ["round", "agent", "accuracy", "train_loss", "validation_loss"]
-    pd.testing.assert_frame_equal(
-        names["run"].records[columns], fedcb2o.Run("toml").records[columns], check_exact=True
-    )
+    expected = fedcb2o.Run("toml").records[columns]
+    pd.testing.assert_frame_equal(names["run"].records[columns], expected, check_exact=True)
     assert len(names["run"].records) == 2 * 7
     assert "algorithm" not in names["settings"]
     assert fedcb2o.Run("toml").config["algorithm"]["name"] == "fedassay"

@@ -40,10 +40,8 @@ def test_the_papers_network_equals_its_layers():
 
 
 def test_dense_networks_have_the_expected_dimensions():
-    assert (
-        parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16]))
-        == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
-    )
+    result = parameters.dimension(architectures.mlp([1, 8, 8], 10, hidden=[32, 16]))
+    assert result == 64 * 32 + 32 + 32 * 16 + 16 + 16 * 10 + 10
     assert parameters.dimension(architectures.logistic([1, 8, 8], 10)) == 650
     assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
@@ -55,9 +53,8 @@ def test_the_residual_network_equals_its_layers():
     network, x = architectures.resnet([3, 9, 12], 5, width=8), torch.randn(4, 3, 9, 12)
     parameters = iter(network.parameters())
     for p in network.parameters():
-        p.data = (
-            torch.randn_like(p) / p[0].numel() ** 0.5
-        )  # also scales and shifts, which start at 1 and 0
+        # also scales and shifts, which start at 1 and 0
+        p.data = torch.randn_like(p) / p[0].numel() ** 0.5
 
     def normed(h, stride=1):
         h = nn.functional.conv2d(h, next(parameters), padding=1, stride=stride)

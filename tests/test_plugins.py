@@ -39,14 +39,11 @@ def test_built_in_names_are_the_public_names_of_a_module():
     for hidden in ("annotations", "Judged", "torch", "__doc__", "Tensor"):
         with pytest.raises(ConfigError, match=f"there is no criterion `{hidden}`"):
             plugins.resolve("criterion", hidden, criteria)
-    with pytest.raises(
-        ConfigError,
-        match=r"Built in: everyone, prob_sampling, uniform; or name your own as \"package",
-    ):
+    message = r"Built in: everyone, prob_sampling, uniform; or name your own as \"package"
+    with pytest.raises(ConfigError, match=message):
         plugins.resolve("selection", "best", selection)
-    with pytest.raises(
-        ConfigError, match=r"there is no data set `digit`\. Did you mean `digits`\?"
-    ):
+    message = r"there is no data set `digit`\. Did you mean `digits`\?"
+    with pytest.raises(ConfigError, match=message):
         plugins.resolve("data set", "digit", sets)
 
 
@@ -85,9 +82,8 @@ def test_an_error_of_a_users_function_names_it_and_its_line():
 
     resolved = plugins.resolve("rule", fails, attacks)
     line = fails.__code__.co_firstlineno + 3
-    with pytest.raises(
-        ConfigError, match=rf"fails` failed at line {line} of .*test_plugins\.py: KeyError: 'x'"
-    ) as caught:
+    message = rf"fails` failed at line {line} of .*test_plugins\.py: KeyError: 'x'"
+    with pytest.raises(ConfigError, match=message) as caught:
         resolved("x")
     assert isinstance(caught.value.__cause__, KeyError)  # for debugging in Python
     with pytest.raises(DataError, match=r"^no samples$"):
@@ -164,9 +160,8 @@ def test_annotations_that_are_strings_are_checked_if_they_can_be_resolved():
     namespace: dict[str, Any] = {}
     exec(POSTPONED, namespace)
     assert plugins.bind("criterion", namespace["checked"], {"power": 2}) == {"power": 2.0}
-    with pytest.raises(
-        ConfigError, match="criterion `checked`: `power` = 'much': Input should be a valid number"
-    ):
+    message = "criterion `checked`: `power` = 'much': Input should be a valid number"
+    with pytest.raises(ConfigError, match=message):
         plugins.bind("criterion", namespace["checked"], {"power": "much"})
     assert plugins.bind("criterion", namespace["unknown"], {"power": "much"}) == {"power": "much"}
 
@@ -219,13 +214,7 @@ def test_settings_become_numbers_texts_and_lists_of_python():
         "path": Path("x"),
         "long": np.longdouble(0.25),
     }
-    expected = {
-        "seeds": [0, 1],
-        "gamma": 0.5,
-        "key": (1, 2, [True]),
-        "path": "x",
-        "long": 0.25,
-    }
+    expected = {"seeds": [0, 1], "gamma": 0.5, "key": (1, 2, [True]), "path": "x", "long": 0.25}
     result = to_python(value)
     assert result == expected
     assert [type(item) for item in result.values()] == [list, float, tuple, str, float]

@@ -13,12 +13,7 @@ def test_worst_regret_is_the_largest_distance_to_the_best_of_a_column():
 
 @pytest.mark.parametrize(
     ("low", "high", "expected"),
-    [
-        (-3, -0.1, "better"),
-        (-3, 0.9, "not worse"),
-        (-3, 1.1, "undecided"),
-        (0.1, 2, "worse"),
-    ],
+    [(-3, -0.1, "better"), (-3, 0.9, "not worse"), (-3, 1.1, "undecided"), (0.1, 2, "worse")],
 )
 def test_verdicts_follow_from_the_interval(low, high, expected):
     assert preregistered.verdict(low, high) == expected

@@ -82,11 +82,8 @@ def test_truncate_drops_later_rounds_and_a_partial_line(records, tmp_path):
         assert rounds(tmp_path / f"{name}.jsonl") == [1, 2, 3]
     records.append("metrics", {"round": 4})
     assert rounds(tmp_path / "metrics.jsonl") == [1, 2, 3, 4]
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "metrics.jsonl",
-        "pairs.jsonl",
-        "timing.jsonl",
-    ]
+    result = sorted(path.name for path in tmp_path.iterdir())
+    assert result == ["metrics.jsonl", "pairs.jsonl", "timing.jsonl"]
 
 
 def test_truncate_handles_round_0_and_missing_records(records, tmp_path):
@@ -150,10 +147,8 @@ def test_a_full_disk_raises_one_error_and_loses_no_record(tmp_path):
     )
     first, second, third = done.stdout.splitlines()
     failed_round, _, message = first.partition(" ")
-    assert message == (
-        f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; nothing already written is lost: "
-        "make room (or repair the folder) and give the command again, that of a run with --resume"
-    )
+    expected = f"cannot write {tmp_path / 'metrics.jsonl'}: File too large; nothing already written is lost: make room (or repair the folder) and give the command again, that of a run with --resume"
+    assert message == expected
     assert rounds(tmp_path / "metrics.jsonl") == list(range(1, int(failed_round)))
     assert (tmp_path / "metrics.jsonl").read_text().endswith("\n")
     assert "summary.json: File too large" in second
@@ -165,9 +160,8 @@ def test_a_full_disk_raises_one_error_and_loses_no_record(tmp_path):
 def test_a_device_without_space_raises_an_error(tmp_path, monkeypatch):
     full = lambda path, flags: os.open("/dev/full", os.O_WRONLY)  # noqa: E731
     monkeypatch.setattr("fedcb2o.records._jsonl.open_private", full)
-    with pytest.raises(
-        RunError, match=r"metrics\.jsonl: No space left on device; nothing already written is lost"
-    ):
+    message = r"metrics\.jsonl: No space left on device; nothing already written is lost"
+    with pytest.raises(RunError, match=message):
         RoundLog(tmp_path).append("metrics", {"round": 1})
 
 
@@ -197,10 +191,8 @@ def test_toml_omits_none_and_json_writes_null(tmp_path):
     write_toml(
         tmp_path / "a.toml", {"name": "x", "none": None, "inner": {"beta": None, "seeds": (0, 1)}}
     )
-    assert tomllib.loads((tmp_path / "a.toml").read_text()) == {
-        "name": "x",
-        "inner": {"seeds": [0, 1]},
-    }
+    result = tomllib.loads((tmp_path / "a.toml").read_text())
+    assert result == {"name": "x", "inner": {"seeds": [0, 1]}}
     write_json(tmp_path / "a.json", {"loss": float("nan"), "list": np.arange(2)})
     assert json.loads((tmp_path / "a.json").read_text()) == {"loss": None, "list": [0, 1]}
 
@@ -263,19 +255,10 @@ def test_a_run_reads_the_written_records(tmp_path):
     assert list(records.columns[:3]) == ["seed", "round", "agent"]
     assert len(records) == 6
     row = records[(records["round"] == 2) & (records.agent == 1)].iloc[0]
-    assert (row.seed, row.cluster, row.malicious, row.num_samples, row.source_in_validation) == (
-        7,
-        0,
-        False,
-        60,
-        2,
-    )
-    assert (row.train_loss, row.accuracy, row.source_accuracy, row.attack_success_rate) == (
-        1,
-        0.75,
-        1,
-        0,
-    )
+    result = (row.seed, row.cluster, row.malicious, row.num_samples, row.source_in_validation)
+    assert result == (7, 0, False, 60, 2)
+    result = (row.train_loss, row.accuracy, row.source_accuracy, row.attack_success_rate)
+    assert result == (1, 0.75, 1, 0)
     assert records[records["round"] == 1].accuracy.isna().all()
     assert records.malicious.dtype == bool
     assert run.agents.source_in_validation.isna().tolist() == [False, False, True]

@@ -188,9 +188,8 @@ def test_peers_are_drawn_by_likelihood_and_unknown_ones_count_as_the_mean():
     agents = [make_agent(2.0, replace(FEDCB2O, budget=1)) for _ in range(4)]
     agents[0].met, agents[0].P = {1, 2, 3}, {1: 0.5, 2: 0.25}
     peers = [select(agents, 0, stream(s, "select", 0, 0))[0] for s in range(900)]
-    assert [peers.count(i) for i in (1, 2, 3)] == pytest.approx(
-        [400, 200, 300], abs=45
-    )  # three deviations
+    # three deviations
+    assert [peers.count(i) for i in (1, 2, 3)] == pytest.approx([400, 200, 300], abs=45)
     agents[0].P = {}
     peers = [select(agents, 0, stream(s, "select", 0, 0))[0] for s in range(900)]
     assert [peers.count(i) for i in (1, 2, 3)] == pytest.approx([300, 300, 300], abs=45)

@@ -132,12 +132,10 @@ def test_minimize_writes_its_result_without_standard_streams(tmp_path, fault):
 def test_a_grid_and_its_report_succeed_without_standard_streams(tmp_path, fault):
     shared = {name: value for name, value in tiny(rounds=1).items() if name != "attack"}
     (tmp_path / "grid.toml").write_text(tomli_w.dumps({**shared, **GRID_AXES}))
-    assert (
-        run_with_fault(
-            [FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], fault, tmp_path
-        )[0]
-        == 0
-    )
+    result = run_with_fault(
+        [FEDCB2O, "bench", "grid.toml", "--out", "grid", "--jobs", 2], fault, tmp_path
+    )[0]
+    assert result == 0
     assert run_with_fault([FEDCB2O, "report", "grid", "--out", "report"], fault, tmp_path)[0] == 0
     assert (tmp_path / "report" / "report.html").is_file()
 
@@ -180,10 +178,8 @@ def test_a_safe_stream_drops_only_the_text_that_cannot_be_written():
 def test_standard_streams_are_restored(capsys):
     before = sys.stdout, sys.stderr
     with safe_streams():
-        assert (sys.stdout.isatty(), sys.stderr.encoding) == (
-            before[0].isatty(),
-            before[1].encoding,
-        )
+        result = (sys.stdout.isatty(), sys.stderr.encoding)
+        assert result == (before[0].isatty(), before[1].encoding)
         print("said")
     assert (sys.stdout, sys.stderr) == before
     assert capsys.readouterr().out == "said\n"

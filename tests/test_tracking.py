@@ -111,11 +111,8 @@ def test_mlflow_has_every_round_once_after_a_stop_and_a_resume(tmp_path):
     for seed in (5, 7):
         numbers, params, status = results[f"mine seed {seed}"]
         assert numbers == approx_float32(expected(run, seed))
-        assert (params["agents.budget"], params["algorithm.name"], params["seed"]) == (
-            "3",
-            "fedcb2o",
-            str(seed),
-        )
+        result = (params["agents.budget"], params["algorithm.name"], params["seed"])
+        assert result == ("3", "fedcb2o", str(seed))
         assert status == "FINISHED"
     assert not list(tmp_path.glob("mlruns"))
     other = fedcb2o.run(tiny(rounds=1, training={"gamma": 0.06}), out=tmp_path / "other", workers=1)
@@ -133,15 +130,7 @@ def test_the_command_copies_a_finished_run_to_another_folder(tmp_path, monkeypat
             == 0
         )
     run = fedcb2o.Run("a/mine")
-    assert (
-        run_cli(
-            "track",
-            "a/mine",
-            "--to",
-            "tensorboard=logs",
-        ).status
-        == 0
-    )
+    assert run_cli("track", "a/mine", "--to", "tensorboard=logs").status == 0
     assert run_cli("track", "a/mine", "--to", "tensorboard=logs").status == 0
     assert scalars("logs/mine/seed-1000") == approx_float32(expected(run, 1000))
     assert len(list((tmp_path / "logs/mine/seed-1000").glob("*tfevents*"))) == 1

@@ -49,9 +49,8 @@ def test_numbers_become_a_tensor(values, dtype, expected):
     """None in `expected` stands for NaN."""
     tensor = to_tensor("f returned", values)
     assert tensor.dtype == dtype
-    torch.testing.assert_close(
-        tensor.double(), torch.tensor(np.array(expected, float)), rtol=0, atol=0, equal_nan=True
-    )
+    target = torch.tensor(np.array(expected, float))
+    torch.testing.assert_close(tensor.double(), target, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

@@ -151,11 +151,7 @@ CASES: dict[str, dict[str, Any]] = {
             "alpha": 2.0,
             "own_model": "judged",
             "mixing_factor": 1.0,
-            "guards": {
-                "newcomer_share": 0.3,
-                "interpolation": 0.5,
-                "loss_tolerance": 1.0,
-            },
+            "guards": {"newcomer_share": 0.3, "interpolation": 0.5, "loss_tolerance": 1.0},
         },
     },
     "guards, nothing held out": {
@@ -167,11 +163,7 @@ CASES: dict[str, dict[str, Any]] = {
             "alpha": 1.0,
             "own_model": "judged",
             "mixing_factor": 1.0,
-            "guards": {
-                "newcomer_share": 0.3,
-                "min_distance": 1.2,
-                "interpolation": 0.5,
-            },
+            "guards": {"newcomer_share": 0.3, "min_distance": 1.2, "interpolation": 0.5},
         },
     },
     "guards, a CNN, T_G": {
@@ -182,27 +174,19 @@ CASES: dict[str, dict[str, Any]] = {
             "name": "fedcb2o",
             "criterion_from_round": 2,
             **MIXED,
-            "guards": {
-                "max_distance": 0.4,
-                "interpolation": 0.4,
-                "loss_tolerance": 2.0,
-            },
+            "guards": {"max_distance": 0.4, "interpolation": 0.4, "loss_tolerance": 2.0},
         },
     },
     "guards, DFedAvgM": {
         "algorithm": {
             "name": "dfedavgm",
             "guards": {"newcomer_share": 0.5, "max_distance": 0.5, "min_distance": 1.1},
-        },
+        }
     },
     "the gap of the worst perturbations": {
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "own_model": "judged",
-                "alpha": 1.0,
-            },
+            **{"name": "fedcb2o", "own_model": "judged", "alpha": 1.0},
             **{
                 "criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5},
                 "mixing_factor": 1.0,
@@ -213,12 +197,7 @@ CASES: dict[str, dict[str, Any]] = {
     "the gap of perturbations sought in steps": {
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
         "algorithm": {
-            **{
-                "name": "fedcb2o",
-                "beta": 0.75,
-                "own_model": "judged",
-                "alpha": 1.0,
-            },
+            **{"name": "fedcb2o", "beta": 0.75, "own_model": "judged", "alpha": 1.0},
             "guards": {"interpolation": 0.5},
             "criterion": {
                 **{
@@ -381,11 +360,9 @@ def check_state(whole: WholeRun, state: dict[str, torch.Tensor], tolerances: Tol
     start = 0
     for j, agent in enumerate(whole.agents):
         theta = torch.cat([p.detach().flatten() for p in agent.module.parameters()])
+        result = state["models"][j, : len(theta)]
         torch.testing.assert_close(
-            state["models"][j, : len(theta)],
-            theta,
-            rtol=tolerances.relative,
-            atol=tolerances.relative,
+            result, theta, rtol=tolerances.relative, atol=tolerances.relative
         )
         ids, likelihood = (
             state[key][start : start + int(state["met"][j])] for key in ("ids", "likelihood")
@@ -401,9 +378,8 @@ def check_state(whole: WholeRun, state: dict[str, torch.Tensor], tolerances: Tol
 
 
 def test_a_rotation_by_hand():
-    x = torch.tensor(
-        [[[[1, 2], [3, 4]]]]
-    )  # counter-clockwise: the right column becomes the top row
+    # counter-clockwise: the right column becomes the top row
+    x = torch.tensor([[[[1, 2], [3, 4]]]])
     assert turned(x, 1).tolist() == [[[[2, 4], [1, 3]]]]
     assert turned(x, 2).tolist() == [[[[4, 3], [2, 1]]]]
     assert turned(x, 0) is x

@@ -9,12 +9,7 @@ from collections.abc import Sequence
 import jaxtyping
 
 VARIABLE = "FEDCB2O_TYPECHECK"
-CHECKED_PACKAGES = (
-    "fedcb2o.consensus",
-    "fedcb2o.federated",
-    "fedcb2o.nn",
-    "fedcb2o.particles",
-)
+CHECKED_PACKAGES = ("fedcb2o.consensus", "fedcb2o.federated", "fedcb2o.nn", "fedcb2o.particles")
 
 
 def install(packages: Sequence[str]) -> None:

@@ -142,11 +142,9 @@ class WholeRun:
             )
 
     def _agent(self, j: int) -> reference.Agent:
-        share, role, pool = (
-            self.shares[j],
-            self.settings["agents"]["malicious_role"],
-            self.dataset.pool,
-        )
+        share = self.shares[j]
+        role = self.settings["agents"]["malicious_role"]
+        pool = self.dataset.pool
         colluding = share.malicious and role in ("attack", "clean")
         train = self._seen(pool.x[share.train], pool.y[share.train], share.cluster)
         validation = self._seen(pool.x[share.validation], pool.y[share.validation], share.cluster)
@@ -306,11 +304,8 @@ def redrawn(dataset: Dataset, seed: int) -> Dataset:
             remaining[int(y[i])] -= 1
             test_indices.append(int(i))
     pool_indices = [i for i in range(len(y)) if i not in test_indices]
-    return replace(
-        dataset,
-        pool=Shard(x[pool_indices], y[pool_indices]),
-        test=Shard(x[test_indices], y[test_indices]),
-    )
+    pool = Shard(x[pool_indices], y[pool_indices])
+    return replace(dataset, pool=pool, test=Shard(x[test_indices], y[test_indices]))
 
 
 def deal(labels: list[int], agents: dict[str, Any], seed: int) -> tuple[list[Share], list[int]]:

@@ -22,9 +22,8 @@ def test_labels_are_numbered_in_order_and_their_values_are_the_names():
     data = dataset(X, [7, 3] * 10)
     assert data.class_names == ("3", "7")
     assert data.pool.y.dtype == torch.int64
-    assert torch.equal(
-        data.pool.y, (data.pool.x[:, 0].int() % 2 == 0).long()
-    )  # 7, the greater, in even rows
+    # 7, the greater, in even rows
+    assert torch.equal(data.pool.y, (data.pool.x[:, 0].int() % 2 == 0).long())
     assert dataset(X, ["dog", "cat"] * 10).class_names == ("cat", "dog")
     assert dataset(X, np.array([True, False] * 10)).class_names == ("False", "True")
     assert dataset(X, np.array([0.0, 2.0] * 10)).class_names == ("0", "2")
@@ -132,10 +131,8 @@ def test_invalid_arrays_are_refused(x, y, options, message):
 
 @pytest.mark.parametrize("share", [0.0, 1.0, -0.1, float("nan")])
 def test_test_share_must_be_between_0_and_1(share):
-    with pytest.raises(
-        ConfigError,
-        match="`test_share` is the share of every class that tests, between 0 and 1, got",
-    ):
+    message = "`test_share` is the share of every class that tests, between 0 and 1, got"
+    with pytest.raises(ConfigError, match=message):
         dataset(X, Y, test_share=share)
 
 

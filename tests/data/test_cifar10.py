@@ -124,15 +124,13 @@ def test_damaged_files_give_a_one_line_error(tmp_path, damage):
 def test_missing_and_duplicate_files_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="`test_per_class` of cifar10 must be at least 1, got -1"):
         cifar10(data_dir=tmp_path, test_per_class=-1)
-    with pytest.raises(
-        DataError, match=f"no file data_batch_1.bin or {FOLDER}/data_batch_1.bin, plain or .gz, in "
-    ):
+    message = f"no file data_batch_1.bin or {FOLDER}/data_batch_1.bin, plain or .gz, in "
+    with pytest.raises(DataError, match=message):
         cifar10(data_dir=tmp_path)
     write(tmp_path, contents())
     write(tmp_path / FOLDER, contents(1))
-    with pytest.raises(
-        DataError, match=rf"two sets of CIFAR-10 files \(see data_batch_1.bin and {FOLDER}/data_b"
-    ):
+    message = rf"two sets of CIFAR-10 files \(see data_batch_1.bin and {FOLDER}/data_b"
+    with pytest.raises(DataError, match=message):
         cifar10(data_dir=tmp_path)
 
 
@@ -201,10 +199,8 @@ def test_import_of_an_archive_or_a_folder(tmp_path, kind):
 
 
 def test_import_from_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(
-        DataError,
-        match=f"must hold {ARCHIVE}, or these files, plain or .gz: data_batch_1.bin, data_b",
-    ):
+    message = f"must hold {ARCHIVE}, or these files, plain or .gz: data_batch_1.bin, data_b"
+    with pytest.raises(DataError, match=message):
         import_files(RELEASE, tmp_path / "nowhere", tmp_path / "target")
 
 

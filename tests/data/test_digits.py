@@ -44,7 +44,6 @@ def test_labels_match_their_images():
 
 @pytest.mark.parametrize("wrong", [0, -1, 174])
 def test_an_invalid_test_size_is_refused(wrong):
-    with pytest.raises(
-        ConfigError, match=rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"
-    ):
+    message = rf"`test_per_class` of digits must be between 1 and 173, got {wrong}"
+    with pytest.raises(ConfigError, match=message):
         digits(test_per_class=wrong)

@@ -79,11 +79,8 @@ def archive(files: dict[str, bytes]) -> bytes:
 @pytest.mark.parametrize("name", ["emnist-balanced", "emnist47"])
 @pytest.mark.parametrize("zipped", [True, False])
 def test_both_sets_are_read_plain_and_gzip(tmp_path, name, zipped):
-    data = emnist(
-        data_dir=write(tmp_path, contents(), name, zipped),
-        train_per_class=None,
-        test_per_class=None,
-    )
+    data_dir = write(tmp_path, contents(), name, zipped)
+    data = emnist(data_dir=data_dir, train_per_class=None, test_per_class=None)
     assert data.pool.x.shape == (141, 1, 28, 28)
     assert data.test.x.shape == (94, 1, 28, 28)
     assert data.pool.x.dtype == torch.uint8
@@ -264,10 +261,8 @@ def test_a_folder_without_files_is_refused(tmp_path):
 
 def test_two_sets_in_one_folder_are_refused(tmp_path):
     write(write(tmp_path, contents()), contents(), "emnist47")
-    with pytest.raises(
-        DataError,
-        match=r"holds two sets of EMNIST files \(see emnist-balanced-train-.* and emnist47-",
-    ):
+    message = r"holds two sets of EMNIST files \(see emnist-balanced-train-.* and emnist47-"
+    with pytest.raises(DataError, match=message):
         emnist(data_dir=tmp_path)
 
 

@@ -54,10 +54,8 @@ def test_fashion_mnist_is_read(tmp_path):
     ],
 )
 def test_mnist_and_fashion_mnist_are_not_confused_or_overwritten(tmp_path, read, release, message):
-    other_folder, source = (
-        write(tmp_path / "theirs", labelled(release)),
-        write(tmp_path / "mine", contents()),
-    )
+    other_folder = write(tmp_path / "theirs", labelled(release))
+    source = write(tmp_path / "mine", contents())
     before = {path.name: path.read_bytes() for path in other_folder.iterdir()}
     with pytest.raises(DataError, match=message):
         read(data_dir=other_folder)
@@ -67,10 +65,8 @@ def test_mnist_and_fashion_mnist_are_not_confused_or_overwritten(tmp_path, read,
         pytest.raises(DataError, match=f"theirs holds {other_name}'s files, which have"),
     ):
         download(at(release, address, contents()), other_folder, progress=False)
-    with pytest.raises(
-        DataError,
-        match=f"theirs holds {other_name}'s files, which have the same names; name another",
-    ):
+    reason = f"theirs holds {other_name}'s files, which have the same names; name another"
+    with pytest.raises(DataError, match=reason):
         import_files(release, source, other_folder)
     assert {path.name: path.read_bytes() for path in other_folder.iterdir()} == before
     (other_folder / LABELS).write_bytes(b"damaged")
@@ -89,16 +85,14 @@ def test_files_of_a_package_are_read_unless_own_files_exist(tmp_path, monkeypatc
     )
     assert len(fashion_mnist().pool) == 30
     (own_folder / LABELS).unlink()
-    with pytest.raises(
-        DataError, match=f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own_folder}"
-    ):
+    message = f"no file t10k-labels-idx1-ubyte, plain or .gz, in {own_folder}"
+    with pytest.raises(DataError, match=message):
         fashion_mnist()  # the package does not supply the missing file
     for path in own_folder.iterdir():
         path.unlink()
     (packaged / LABELS).unlink()
-    with pytest.raises(
-        DataError, match=f"no file train-images-idx3-ubyte, plain or .gz, in {own_folder}"
-    ):
+    message = f"no file train-images-idx3-ubyte, plain or .gz, in {own_folder}"
+    with pytest.raises(DataError, match=message):
         fashion_mnist()
 
 

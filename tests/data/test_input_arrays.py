@@ -64,9 +64,8 @@ class Variable:
     ],
 )
 def test_masked_values_are_refused_at_any_depth(values):
-    with pytest.raises(
-        DataError, match="`x` has masked values: fill them in, or leave these samples out"
-    ):
+    message = "`x` has masked values: fill them in, or leave these samples out"
+    with pytest.raises(DataError, match=message):
         to_array("x", values)
 
 
@@ -398,9 +397,8 @@ def test_values_that_float32_merges_give_a_warning(name, num_distinct):
     message = rf"`x` holds 40 different numbers at \[1\], .* has only {num_distinct} for them: .*standardise"
     with pytest.warns(UserWarning, match=message):
         dataset(x, CLASSES)
-    with pytest.warns(
-        UserWarning, match=f"`y` holds 40 different numbers, .* only {num_distinct} for"
-    ):
+    reason = f"`y` holds 40 different numbers, .* only {num_distinct} for"
+    with pytest.warns(UserWarning, match=reason):
         dataset(np.arange(80.0).reshape(40, 2), COARSE[name], numbers=True)
 
 
@@ -431,9 +429,8 @@ def test_masks_and_merged_values_of_a_custom_data_set_are_reported():
         validate_shard("the pool", Shard(masked, torch.from_numpy(Y)), 2)
 
     close = 1_700_000_000 + torch.arange(8).reshape(4, 2)
-    with pytest.warns(
-        UserWarning, match=r"the pool holds 4 different numbers at \[0\] .*only 1 for"
-    ):
+    message = r"the pool holds 4 different numbers at \[0\] .*only 1 for"
+    with pytest.warns(UserWarning, match=message):
         validate_shard("the pool", Shard(close.double(), torch.from_numpy(Y)), 2)
     with pytest.warns(UserWarning, match="the pool holds as targets 4 different numbers"):
         validate_shard("the pool", Shard(x, close[:, 0]), 0)

@@ -79,9 +79,8 @@ def test_a_download_without_samples_leaves_no_files(tmp_path):
 @pytest.mark.parametrize("zipped", [True, False])
 def test_import_of_a_folder(tmp_path, zipped):
     source = write(tmp_path / "source", contents(), zipped)
-    (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(
-        b""
-    )  # another data set in the same folder
+    # another data set in the same folder
+    (source / "emnist-balanced-train-images-idx3-ubyte").write_bytes(b"")
     files = import_files(RELEASE, source, tmp_path / "target")
     assert [path.name for path in files] == [
         f"{part}{'.gz' if zipped else ''}" for part in RELEASE.file_names
@@ -98,27 +97,7 @@ def test_import_from_an_empty_folder_is_refused(tmp_path):
 @pytest.mark.skipif(not REAL, reason="FEDCB2O_MNIST does not name a folder with MNIST's files")
 def test_the_real_files_have_the_published_counts():
     data = mnist(data_dir=Path(str(REAL)))
-    assert torch.bincount(data.pool.y).tolist() == [
-        5923,
-        6742,
-        5958,
-        6131,
-        5842,
-        5421,
-        5918,
-        6265,
-        5851,
-        5949,
-    ]
-    assert torch.bincount(data.test.y).tolist() == [
-        980,
-        1135,
-        1032,
-        1010,
-        982,
-        892,
-        958,
-        1028,
-        974,
-        1009,
-    ]
+    result = torch.bincount(data.pool.y).tolist()
+    assert result == [5923, 6742, 5958, 6131, 5842, 5421, 5918, 6265, 5851, 5949]
+    result = torch.bincount(data.test.y).tolist()
+    assert result == [980, 1135, 1032, 1010, 982, 892, 958, 1028, 974, 1009]

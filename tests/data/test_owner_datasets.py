@@ -30,11 +30,8 @@ def test_each_owner_is_an_agent_with_its_own_samples():
     assert data.owners.names == ("a", "b")
     assert torch.bincount(data.owners.test).tolist() == [3, 2]  # a quarter of 12 and of 8
     population = partition_by_owner(data, data.owners, **SETTINGS)
-    assert (population.names, population.num_clusters, population.cluster.tolist()) == (
-        ("a", "b"),
-        1,
-        [0, 0],
-    )
+    result = (population.names, population.num_clusters, population.cluster.tolist())
+    assert result == (("a", "b"), 1, [0, 0])
     for agent, owned, num_validation, tests in (
         (0, range(8, 20), 2, 3),
         (1, range(8), 2, 2),
@@ -91,10 +88,8 @@ def test_without_hold_out_owners_train_on_all_samples_and_keep_their_validation_
         data, data.owners, **(SETTINGS | {"hold_out": False, "validation": 1.0})
     )
     assert rows(data, population.train[0]) == rows(data, population.validation[0]) == [*range(8)]
-    assert (rows(data, population.train[1]), rows(data, population.validation[1])) == (
-        [8, 9, 10, 11, 12, 13],
-        [12, 13],
-    )
+    result = (rows(data, population.train[1]), rows(data, population.validation[1]))
+    assert result == ([8, 9, 10, 11, 12, 13], [12, 13])
 
 
 def test_attackers_and_participants_are_drawn():
@@ -156,14 +151,8 @@ def test_owners_from_an_npz_file(tmp_path):
     )
     data = arrays(path="my.npz", data_dir=tmp_path)
     assert data.owners.names == ("a", "b")
-    assert sorted(data.owners.test.tolist()) == [
-        0,
-        0,
-        0,
-        1,
-        1,
-        1,
-    ]  # owner a has no test samples, so 3 of its 12 are held out
+    # owner a has no test samples, so 3 of its 12 are held out
+    assert sorted(data.owners.test.tolist()) == [0, 0, 0, 1, 1, 1]
     np.savez(tmp_path / "numbers.npz", x=X, y=X[:, 0])
     assert arrays(path="numbers.npz", data_dir=tmp_path, numbers=True).class_names == ()
 
@@ -176,10 +165,7 @@ def test_owners_from_an_npz_file(tmp_path):
             "`owner` names 3 owners, and there are 20 samples",
         ),
         (lambda: dataset(X, Y, owner=X), "`owner` must hold one owner for each sample"),
-        (
-            lambda: dataset(X, Y, owner_test=OWNER),
-            "`owner_test` goes with `owner` and `x_test`",
-        ),
+        (lambda: dataset(X, Y, owner_test=OWNER), "`owner_test` goes with `owner` and `x_test`"),
         (
             lambda: dataset(X, Y, owner=OWNER, x_test=OTHER, y_test=Y, owner_test=["c"] * 20),
             "`owner_test` names c, who owns no sample",
@@ -201,14 +187,8 @@ def test_owners_from_an_npz_file(tmp_path):
             "`y` must hold numbers, got values of type <U1",
         ),
         (lambda: datasets([]), "there must be a data set for each owner, got none"),
-        (
-            lambda: datasets("ab"),
-            "must be a list, or a mapping by owners' names, got a str",
-        ),
-        (
-            lambda: datasets([3]),
-            "owner '0' .train. must be .x, y., or a data set with a length",
-        ),
+        (lambda: datasets("ab"), "must be a list, or a mapping by owners' names, got a str"),
+        (lambda: datasets([3]), "owner '0' .train. must be .x, y., or a data set with a length"),
         (
             lambda: datasets([(X, Y), (X[:, :2], Y)]),
             r"owner '0' .train. have shape \(3,\), and those of owner '1' .train. \(2,\)",
@@ -217,10 +197,7 @@ def test_owners_from_an_npz_file(tmp_path):
             lambda: datasets([(X + 0.5, Y), (X.astype(np.uint8), Y)]),
             "owner '1' .train. are bytes .uint8., .* owner '0' .train. are numbers from",
         ),
-        (
-            lambda: datasets({"a": {"training": (X, Y)}}),
-            "owner 'a' must bring samples to train on",
-        ),
+        (lambda: datasets({"a": {"training": (X, Y)}}), "owner 'a' must bring samples to train on"),
         (
             lambda: datasets([(X, Y[:3])]),
             "`x of owner '0' .train.` holds 20 samples, and `y of .*` 3 labels",
@@ -258,9 +235,8 @@ def test_an_owner_needs_test_samples():
         torch.zeros(5, dtype=torch.int64),
         data.owners.validates,
     )
-    with pytest.raises(
-        DataError, match="owner 'b' has no test samples: give it some, or a test set for all agents"
-    ):
+    message = "owner 'b' has no test samples: give it some, or a test set for all agents"
+    with pytest.raises(DataError, match=message):
         partition_by_owner(data, owners, **SETTINGS)
 
 

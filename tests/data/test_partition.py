@@ -104,10 +104,8 @@ def test_invariants_of_every_population(tuning_size, **settings):
     for c in range(K):
         of_cluster = []
         for agent in torch.nonzero(population.cluster == c).flatten().tolist():
-            train, validation = (
-                population.train[agent].tolist(),
-                population.validation[agent].tolist(),
-            )
+            train = population.train[agent].tolist()
+            validation = population.validation[agent].tolist()
             is_attacker = bool(population.malicious[agent])
             of_agent = (
                 sorted(train)
@@ -149,10 +147,8 @@ def test_cluster_0_is_the_same_for_one_cluster_and_for_two(seed, split, skew):
 @every_draw
 def test_removal_of_attackers_keeps_the_benign_agents(seed, split, skew):
     settings = SMALL | {"seed": seed, "split": split, "skew": skew}
-    full, reduced = (
-        partition(LABELS, **settings),
-        partition(LABELS, **settings, remove_malicious=True),
-    )
+    full = partition(LABELS, **settings)
+    reduced = partition(LABELS, **settings, remove_malicious=True)
     benign = [0, 1, 2, 5, 6, 7]
     assert not reduced.malicious.any()
     assert reduced.cluster.tolist() == [0, 0, 0, 1, 1, 1]
@@ -177,9 +173,8 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
         assert labels.tolist() == LABELS[torch.from_numpy(dealt)].tolist()
         assert sizes == [20, 20, 20, 30, 30]
         assert first == stream(7, "skew", c).random()
-        assert (
-            population.train[5 * c + 4].tolist() == dealt[:30].tolist()
-        )  # the last agent gets the first samples
+        # the last agent gets the first samples
+        assert population.train[5 * c + 4].tolist() == dealt[:30].tolist()
         assert sorted(samples_of(population, 5 * c)) == sorted(dealt[100:].tolist())
     assert torch.equal(population.tuning, partition(LABELS, **settings).tuning)
 
@@ -211,13 +206,10 @@ def test_a_skew_with_invalid_agents_is_refused(skew, message):
 def test_without_hold_out_training_adds_the_validation_data():
     held_out, not_held_out = partition(LABELS, **SMALL), partition(LABELS, **SMALL, hold_out=False)
     assert all_equal(not_held_out.validation, held_out.validation)
-    assert (
-        not_held_out.train[0].tolist()
-        == held_out.train[0].tolist() + held_out.validation[0].tolist()
-    )
-    assert torch.equal(
-        not_held_out.train[3], held_out.train[3]
-    )  # attackers have no validation data
+    result = not_held_out.train[0].tolist()
+    assert result == held_out.train[0].tolist() + held_out.validation[0].tolist()
+    # attackers have no validation data
+    assert torch.equal(not_held_out.train[3], held_out.train[3])
 
 
 @pytest.mark.parametrize(

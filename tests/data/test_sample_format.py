@@ -34,9 +34,8 @@ def test_whole_numbers_next_to_bytes_are_the_same_pixels(kind):
     assert data.test.x.dtype == torch.uint8
     assert data.test.x.equal(data.pool.x)
 
-    with pytest.warns(
-        UserWarning, match=r"the bytes .uint8. of `x_test` are taken as such numbers"
-    ):
+    message = r"the bytes .uint8. of `x_test` are taken as such numbers"
+    with pytest.warns(UserWarning, match=message):
         data = fedcb2o.dataset(PIXELS.astype(kind), Y, x_test=PIXELS, y_test=Y)
     assert data.test.x.dtype == torch.float32
     assert data.test.x.equal(data.pool.x)

@@ -95,21 +95,14 @@ def test_shards_by_hand():
     for seed in range(40):
         owners = shards(labels, np.array([6, 4]), stream(seed, "test"), classes=2)
         orders.add("".join(map(str, owners[np.argsort(labels, kind="stable")])))
-    assert orders == {
-        "0000001111",
-        "0001100011",
-        "0001111000",
-        "1100000011",
-        "1100011000",
-        "1111000000",
-    }
+    expected = {"0000001111", "0001100011", "0001111000", "1100000011", "1100011000", "1111000000"}
+    assert orders == expected
 
 
 @pytest.mark.parametrize("concentration", [0.0, -1.0, float("nan"), float("inf")])
 def test_concentration_must_be_above_0(concentration):
-    with pytest.raises(
-        ConfigError, match="`concentration` of the skew dirichlet must be above 0, got "
-    ):
+    message = "`concentration` of the skew dirichlet must be above 0, got "
+    with pytest.raises(ConfigError, match=message):
         counts(dirichlet, concentration=concentration)
 
 

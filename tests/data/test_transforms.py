@@ -72,9 +72,8 @@ def test_a_full_turn_in_three_steps_keeps_the_middle():
     for _ in range(3):
         rotated = rotate(rotated, 1, 3)
     middle = slice(5, 10)
-    torch.testing.assert_close(
-        rotated[..., middle, middle], ramp[..., middle, middle], rtol=0, atol=1e-3
-    )
+    expected = ramp[..., middle, middle]
+    torch.testing.assert_close(rotated[..., middle, middle], expected, rtol=0, atol=1e-3)
 
 
 def test_rotation_keeps_bytes_and_fills_with_black():

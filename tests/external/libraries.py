@@ -27,8 +27,7 @@ SUITES = {"aggregators": 40, "preaggregators": 12, "attacks": 32}
 
 # Failing tests of ByzFL, with the reason.
 KNOWN = {
-    "TestKrumAggregation": "all scores are equal: ByzFL takes the first model, fedcb2o the one "
-    "nearest to all models",
+    "TestKrumAggregation": "all scores are equal: ByzFL takes the first model, fedcb2o the one nearest to all models"
 }
 
 

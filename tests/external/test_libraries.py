@@ -50,9 +50,8 @@ def vectors(m, d, f, seed):
 
 
 def assert_close(result, expected, tolerance=1e-9):
-    np.testing.assert_allclose(
-        np.asarray(result), np.asarray(expected), rtol=tolerance, atol=tolerance
-    )
+    target = np.asarray(expected)
+    np.testing.assert_allclose(np.asarray(result), target, rtol=tolerance, atol=tolerance)
 
 
 all_shapes = pytest.mark.parametrize(("m", "d", "f"), SHAPES)

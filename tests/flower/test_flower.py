@@ -143,9 +143,8 @@ def test_hostile_replies_are_refused():
     honest = make_app([AgentMod(make_agent)])
 
     def app(message, context):
-        reply = copy.deepcopy(
-            honest(message, context)
-        )  # a copy, so that the client's state is not changed
+        # a copy, so that the client's state is not changed
+        reply = copy.deepcopy(honest(message, context))
         j = context.node_config["partition-id"]
         if message.metadata.message_type == "train" and j == 1:
             reply.content["arrays"]["weight"].data = b"no array"

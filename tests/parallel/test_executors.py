@@ -96,12 +96,8 @@ def test_workers_change_the_tensors_in_place_with_one_thread_each(pool):
 
 
 def test_results_come_in_the_order_of_the_tasks(pool):
-    assert pool.map(slowly, [(0.2, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")]) == [
-        "a",
-        "b",
-        "c",
-        "d",
-    ]
+    result = pool.map(slowly, [(0.2, "a"), (0.0, "b"), (0.1, "c"), (0.0, "d")])
+    assert result == ["a", "b", "c", "d"]
     assert pool.map(slowly, []) == []
 
 
@@ -120,11 +116,8 @@ def test_results_come_in_the_order_of_the_tasks(pool):
 def test_tensors_survive_the_round_trip(pool, value):
     """User functions may hold tensors that NumPy does not support."""
     (result,) = pool.map(slowly, [(0, value)])
-    assert (result.dtype, result.layout, result.requires_grad) == (
-        value.dtype,
-        value.layout,
-        value.requires_grad,
-    )
+    actual = (result.dtype, result.layout, result.requires_grad)
+    assert actual == (value.dtype, value.layout, value.requires_grad)
     assert result.shape == value.shape
     assert result.to_dense().equal(value.to_dense())
 
@@ -136,9 +129,8 @@ def test_an_error_keeps_its_type_and_the_pool_keeps_working(pool):
 
 
 def test_a_dead_worker_is_a_run_error_and_is_replaced(pool):
-    with pytest.raises(
-        RunError, match="a worker process was killed, perhaps because memory is short"
-    ):
+    message = "a worker process was killed, perhaps because memory is short"
+    with pytest.raises(RunError, match=message):
         pool.map(fail, [("die",), ("die",)])
     assert pool.map(slowly, [(0.0, 1)]) == [1]
 
@@ -189,9 +181,8 @@ def test_results_that_cannot_be_returned_are_errors(pool, kind):
 def test_arguments_that_cannot_be_sent_are_errors(pool):
     deep = functools.reduce(lambda inner, _: [inner], range(100_000), [])
     for argument in (threading.Lock(), deep):
-        with pytest.raises(
-            RunError, match=r"cannot be sent to another process .*: take --workers 1"
-        ):
+        message = r"cannot be sent to another process .*: take --workers 1"
+        with pytest.raises(RunError, match=message):
             pool.map(slowly, [(0, argument)])
 
 
@@ -467,8 +458,7 @@ def test_files_that_always_disappear_are_an_error(tmp_path, monkeypatch):
 
 def test_insufficient_space_is_an_error_and_leaves_no_files(tmp_path, monkeypatch):
     monkeypatch.setattr(_shared_memory, "_candidate_folders", lambda: [tmp_path])
-    with pytest.raises(
-        RunError, match=r"no room to share 4194304\.00 GiB of models and data between processes: "
-    ):
+    message = r"no room to share 4194304\.00 GiB of models and data between processes: "
+    with pytest.raises(RunError, match=message):
         _shared_memory.allocate_shared({"models": (torch.float32, (2**20, 2**30))}).__enter__()
     assert list(tmp_path.iterdir()) == []

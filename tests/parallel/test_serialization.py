@@ -121,7 +121,6 @@ def test_functions_of_a_missing_module_are_a_run_error(monkeypatch):
     content = serialize((module.make, (3,)))
     assert unwrap_result(execute(content)) == 3
     monkeypatch.delitem(sys.modules, "made_here")
-    with pytest.raises(
-        RunError, match=r"to another process .No module named 'made_here'.*--workers 1"
-    ):
+    message = r"to another process .No module named 'made_here'.*--workers 1"
+    with pytest.raises(RunError, match=message):
         unwrap_result(execute(content))
