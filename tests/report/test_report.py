@@ -250,5 +250,7 @@ def test_panels_fill_rows_and_methods_have_different_colours(runs, count):
     colours = {line.get_color() for line in draw_panels(panels).axes[0].lines}
     assert len(colours) == count
     panels = replace(panels, draw_functions=[drawn_axes.append] * count, columns=3)
-    assert draw_panels(panels).axes == drawn_axes
+    figure = draw_panels(panels)
+    assert figure.axes == drawn_axes
     assert len(drawn_axes) == count
+    assert figure.get_figwidth() == pytest.approx(min(count, 3) * panels.size[0])

@@ -1,7 +1,6 @@
 """Two engines compute the same decisions, records and models, bit for bit."""
 
 import functools
-import json
 
 import pytest
 import torch
@@ -26,7 +25,6 @@ from tests.agents import (
 )
 from tests.plain_engine import PlainEngine
 
-from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.federated import (
     AgentState,
     Attack,
@@ -38,6 +36,7 @@ from fedcb2o.federated import (
     stateful,
     topology,
 )
+from fedcb2o.federated.evaluation.metrics import compute_metrics
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
@@ -59,22 +58,23 @@ def flip(shard, draw):
 
 
 def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
-    """Return the records, decisions and states of each round, as bytes."""
+    """Return the scores, the decisions and states as bytes, and the reductions of each round."""
     rounds = []
     played = AdversarialEngine(engine)
+    names = ("weights", "own_weight", "factor", "own_loss", "previous_weight", "f")
     for done in run_rounds(played, AgentState.initial(len(CLUSTER)), 0, count, count):
         chosen, state_after = done.decisions, engine.persistent_state(done.state)
-        lines = (
-            metrics_record(AttackGoal((1,), (2,)), played.adversary.malicious, done),
-            pairs_record(done),
-        )
+        tested = done.test_results or {}
+        scores = {
+            j: compute_metrics(result, AttackGoal((1,), (2,))) for j, result in tested.items()
+        }
         arrays = {
+            "train_loss": done.train_loss,
             "asked": chosen.asked.values,
+            "num_asked": chosen.asked.sizes,
             "received": chosen.received.values,
-            **{
-                name: getattr(chosen, name)
-                for name in ("weights", "own_weight", "factor", "own_loss", "previous_weight", "f")
-            },
+            "num_received": chosen.received.sizes,
+            **{name: getattr(chosen, name) for name in names},
             "met": state_after.contacts.ids.values,
             "sizes": state_after.contacts.ids.sizes,
             "likelihood": state_after.contacts.likelihood,
@@ -84,13 +84,9 @@ def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
                 for name, array in state.items()
             },
         }
-        rounds.append(
-            (
-                json.dumps(lines),
-                {name: array.tobytes() for name, array in arrays.items()},
-                chosen.reductions,
-            )
-        )
+        as_bytes = {name: array.tobytes() for name, array in arrays.items()}
+        rounds.append((repr(scores), as_bytes, chosen.reductions))
+    assert tested
     return rounds
 
 
@@ -106,7 +102,7 @@ def assert_engines_agree(
     choices=("three by three",),
     **changes,
 ):
-    """Run both engines, with each choice of blocks, and compare records, decisions and models."""
+    """Run both engines, with each choice of blocks, and compare scores, decisions and models."""
     attackers = adversary_of(attack, own_model=own_model)
     agent_data = agent_samples()
     local_results = {}
