@@ -27,19 +27,17 @@ def test_tables_of_texts_are_rows(make):
 
 
 def test_answers_that_are_cut_and_texts_without_a_sample_give_a_warning():
-    with pytest.warns(
-        UserWarning, match="7 of 16 answers are longer than `answer` = 1 tokens, and are cut"
-    ):
+    with pytest.warns(UserWarning, match="7 of 16 answers are longer than `answer` = 1 tokens: t"):
         data = tokenise(ROWS, base="tiny", prompt=8, answer=1)
     assert data.pool.x.shape[1] == 9
+    with pytest.warns(UserWarning, match="6 of 16 prompts are longer than `prompt` = 7 tokens: t"):
+        tokenise(ROWS, base="tiny", prompt=7, answer=4)
     texts = [
         {"text": "abcdefgh", "group": "a"},
         {"text": "ij", "group": "b"},
         {"text": "klmnopqr", "group": "b"},
     ]
-    with pytest.warns(
-        UserWarning, match="1 of 3 texts are shorter than `answer` = 4 tokens, and give"
-    ):
+    with pytest.warns(UserWarning, match="1 of 3 texts are shorter than `answer` = 4 tokens: t"):
         assert len(tokenise(texts, base="tiny", prompt=4, answer=4, test_share=0.5).pool) == 2
 
 

@@ -117,13 +117,13 @@ def large_values(array: NDArray[Any]) -> NDArray[np.bool_]:
     return np.asarray(np.abs(array.astype(np.float64)) > MAX_EXACT)
 
 
-def to_float64(arrays: Sequence[NDArray[Any]]) -> list[NDArray[np.float64]]:
+def to_float64(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """Convert samples of several parts to float64, for differences between them.
 
-    Where a feature has whole numbers that float64 cannot tell apart, the first sample's is
-    subtracted from all.
+    Bytes stay bytes. Where a feature has whole numbers that float64 cannot tell apart, the first
+    sample's is subtracted from all.
     """
-    converted = [array.astype(np.float64) for array in arrays]
+    converted = [array if array.dtype == np.uint8 else array.astype(np.float64) for array in arrays]
     first = arrays[0]
     if len({array.shape[1:] for array in arrays}) > 1:
         return converted  # an error, where parts are compared

@@ -10,9 +10,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
-from jaxtyping import Int
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedcb2o.data import input_arrays, names
 from fedcb2o.data._dataset import Owners
@@ -28,11 +26,13 @@ NamesFrom = Literal["user", "source", "labels"]
 
 
 class Classes(NamedTuple):
-    """Labels of each part from 0 on, and the classes; `hint` is the cure for a regression."""
+    """The classes of a data set, none for a regression.
 
-    labels: list[Int[Tensor, " _n"]]
-    names: tuple[str, ...]
-    names_from: NamesFrom
+    `hint` describes the cure where the targets of a regression were taken for classes.
+    """
+
+    names: tuple[str, ...] = ()
+    names_from: NamesFrom = "user"
     hint: str = ""
 
 
@@ -178,7 +178,7 @@ def resolve_classes(
     parts: Sequence[Part],
     labels: Sequence[NDArray[Any]],
     class_names: Iterable[str] | Mapping[Any, str] | None,
-) -> Classes:
+) -> tuple[list[NDArray[Any]], Classes]:
     """Convert the labels of all parts to numbers from 0 on, and name the classes.
 
     The names are the user's, or those that the parts declare, or the labels in ascending order.
@@ -224,8 +224,8 @@ def resolve_classes(
                 " numbers or words"
             )
         values, found = np.array(list(named)), tuple(named.values())
-    numbered = [torch.from_numpy(np.searchsorted(values, part)) for part in labels]
-    return Classes(numbered, found, names_from, hint)
+    numbered = [np.searchsorted(values, part) for part in labels]
+    return numbered, Classes(found, names_from, hint)
 
 
 def _by_declared_names(

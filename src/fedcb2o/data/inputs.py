@@ -106,7 +106,7 @@ def dataset(
     owners = None
     if owner is not None:
         owners = input_validation.check_owners(parts, [len(shard) for shard in checked.shards])
-    return build_dataset(pool, test, checked, owners, test_share, standardise=standardise)
+    return build_dataset(pool, test, checked.classes, owners, test_share, standardise=standardise)
 
 
 def datasets(
@@ -191,7 +191,7 @@ def datasets(
     )
     pool = samples.part(np.flatnonzero(~is_test))
     tests = samples.part(np.flatnonzero(is_test)) if is_test.any() else None
-    return build_dataset(pool, tests, checked, owners, test_share, standardise=standardise)
+    return build_dataset(pool, tests, checked.classes, owners, test_share, standardise=standardise)
 
 
 def _pieces_by_purpose(name: str, part: Any, columns: Any) -> Iterator[tuple[str, Any]]:
@@ -212,16 +212,10 @@ def _pieces_by_purpose(name: str, part: Any, columns: Any) -> Iterator[tuple[str
 
 
 class CheckedParts(NamedTuple):
-    """Parts of a data set that fit together: one shard per part, and the classes.
-
-    `class_names` are empty for a regression. `names_from` says who named them. `hint` describes the
-    cure for targets of a regression that were taken for classes.
-    """
+    """Parts of a data set that fit together: one shard per part, and the classes."""
 
     shards: list[Shard]
-    class_names: tuple[str, ...]
-    names_from: input_validation.NamesFrom
-    hint: str = ""
+    classes: input_validation.Classes
 
 
 def check_parts(
@@ -262,10 +256,7 @@ def check_parts(
     arrays = [x for x, _ in checked]
     labels = [y for _, y in checked]
     if exact:
-        arrays = [
-            array if array.dtype == np.uint8 else values
-            for array, values in zip(arrays, input_arrays.to_float64(arrays), strict=True)
-        ]
+        arrays = input_arrays.to_float64(arrays)
 
     # 3. Their types, scales and classes.
     samples = list(map(torch.as_tensor, arrays))
@@ -273,12 +264,10 @@ def check_parts(
         samples = match_samples([part.label for part in parts], samples)
     if numbers:
         input_validation.check_widths(y_names, labels, class_names)
-        targets = map(torch.from_numpy, labels)
-        shards = list(map(Shard, samples, targets))
-        return CheckedParts(shards, (), "user")
-    classes = input_validation.resolve_classes(parts, labels, class_names)
-    shards = list(map(Shard, samples, classes.labels))
-    return CheckedParts(shards, classes.names, classes.names_from, classes.hint)
+        classes = input_validation.Classes()
+    else:
+        labels, classes = input_validation.resolve_classes(parts, labels, class_names)
+    return CheckedParts(list(map(Shard, samples, map(torch.from_numpy, labels))), classes)
 
 
 def check_part(
@@ -300,7 +289,7 @@ def check_part(
 def build_dataset(
     pool: Shard,
     test: Shard | None,
-    checked: CheckedParts,
+    classes: input_validation.Classes,
     owners: Owners | None,
     test_share: float,
     *,
@@ -324,26 +313,25 @@ def build_dataset(
             f" got {test_share!r}"
         )
 
-    class_names = checked.class_names
     if owners is not None:
         pool, test, owners = _hold_out_by_owner(pool, test, owners, test_share)
     elif test is None:
-        labels = pool.y.numpy() if class_names else np.zeros(len(pool), np.int64)
-        groups = {k: f"class {name!r}" for k, name in enumerate(class_names)}
-        if checked.names_from == "source":
+        labels = pool.y.numpy() if classes.names else np.zeros(len(pool), np.int64)
+        groups = {k: f"class {name!r}" for k, name in enumerate(classes.names)}
+        if classes.names_from == "source":
             # A part of a data set need not have all of its classes.
             groups = {k: groups[k] for k in np.unique(labels).tolist()}
-        cure = f" of each class: give `x_test` and `y_test`, or leave the class out{checked.hint}"
+        cure = f" of each class: give `x_test` and `y_test`, or leave the class out{classes.hint}"
         is_test = _hold_out_mask(labels, groups or {0: "the data set"}, test_share, cure)
         test = pool.part(np.flatnonzero(is_test))
         pool = pool.part(np.flatnonzero(~is_test))
 
     if standardise:
         pool, test = _standardise(pool, test)
-    built = Dataset(pool, test, class_names, owners)
-    if checked.hint:
-        warnings.warn(f"`y` has {len(class_names)} classes{checked.hint}", stacklevel=3)
-    if class_names and checked.names_from != "user":
+    built = Dataset(pool, test, classes.names, owners)
+    if classes.hint:
+        warnings.warn(f"`y` has {len(classes.names)} classes{classes.hint}", stacklevel=3)
+    if classes.names_from != "user":
         # Labels to which the user gave no names may be doubtful.
         names.check_labels(built, compare_owners=compare_owners)
     return check_overlap(built)

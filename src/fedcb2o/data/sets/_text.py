@@ -138,6 +138,7 @@ def tokenise(
     groups: list[str] = []
     owners: list[str] = []
     num_cut = 0
+    num_begun = 0
     num_short = 0
     for passage in read:
         written = tokens.encode(passage.answer)
@@ -147,6 +148,7 @@ def tokenise(
             prompted = tokens.encode_prompt(passage.prompt)
             encoded = [_row(prompted, pretrained.pad_answer(tokens, written, answer), prompt)]
             num_cut += len(written) > answer
+            num_begun += len(prompted) > prompt
         num_short += not encoded
         rows += encoded
         groups += [passage.group] * len(encoded)
@@ -159,11 +161,12 @@ def tokenise(
             " others have: name the owner of each (`owner`)"
         )
     for count, fault in (
-        (num_cut, f"answers are longer than `answer` = {answer} tokens, and are cut"),
-        (num_short, f"texts are shorter than `answer` = {answer} tokens, and give no sample"),
+        (num_cut, f"answers are longer than `answer` = {answer} tokens: their ends are cut"),
+        (num_begun, f"prompts are longer than `prompt` = {prompt} tokens: their starts are cut"),
+        (num_short, f"texts are shorter than `answer` = {answer} tokens: they give no sample"),
     ):
         if count:
-            warnings.warn(f"{count} of {len(read)} {fault}: set another `answer`", stacklevel=2)
+            warnings.warn(f"{count} of {len(read)} {fault}; set another number", stacklevel=2)
 
     x = torch.tensor(rows, dtype=torch.int32)
     labels: Any = groups
@@ -180,7 +183,8 @@ def tokenise(
     checked = check_parts([part], class_names, numbers=False, tokens=True)
     found = None if part.owner is None else input_validation.check_owners([part], [len(x)])
     # Owners may have topics and languages of their own.
-    return build_dataset(checked.shards[0], None, checked, found, test_share, compare_owners=False)
+    shard, classes = checked.shards[0], checked.classes
+    return build_dataset(shard, None, classes, found, test_share, compare_owners=False)
 
 
 def _row(read: Sequence[int], written: Sequence[int], width: int) -> list[int]:
