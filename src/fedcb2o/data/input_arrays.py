@@ -125,8 +125,9 @@ def to_float64(arrays: Sequence[NDArray[Any]]) -> list[NDArray[Any]]:
     """
     converted = [array if array.dtype == np.uint8 else array.astype(np.float64) for array in arrays]
     first = arrays[0]
-    if len({array.shape[1:] for array in arrays}) > 1:
-        return converted  # an error, where parts are compared
+    has_bytes = any(array.dtype == np.uint8 for array in arrays)
+    if has_bytes or len({array.shape[1:] for array in arrays}) > 1:
+        return converted  # parts of several types or shapes are compared later
     large = np.zeros(first.shape[1:], dtype=bool)
     for array in arrays:
         if array.dtype.kind in "iuO":
