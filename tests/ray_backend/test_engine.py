@@ -35,6 +35,7 @@ from fedcb2o.federated import (
     AgentState,
     Attack,
     KernelConfig,
+    Ragged,
     algorithms,
     attacks,
     stateful,
@@ -52,9 +53,9 @@ pytest.importorskip("ray")
 import ray
 
 from fedcb2o.ray_backend import _connect, _placement
-from fedcb2o.ray_backend._actors import translate_ray_errors
 from fedcb2o.ray_backend._engine import RayEngine
-from fedcb2o.ray_backend._sharding import shard_agents
+from fedcb2o.ray_backend._errors import translate_ray_errors
+from fedcb2o.ray_backend._placement import shard_agents
 from fedcb2o.ray_backend._worker import AgentWorker
 
 ALL_AGENTS = range(len(CLUSTER))
@@ -303,14 +304,14 @@ def test_only_requested_bytes_are_sent(cluster, count, nodes):
     engine = cluster_engine(
         cluster, Scene(algorithms.dfedavgm, flipping, wide, True, False, settings), count, nodes
     )
-    homes = {int(j): b for b, agents in enumerate(engine.sharding.agents) for j in agents}
+    homes = {int(j): b for b, agents in enumerate(engine.agents) for j in agents}
     for done in run_rounds(AdversarialEngine(engine), AgentState.initial(len(CLUSTER)), 0, 2, 0):
         received = [(homes[j], int(i)) for j in ALL_AGENTS for i in done.decisions.received[j]]
         between = {(b, i) for b, i in received if homes[i] != b}
         moved = {(b % nodes, i) for b, i in between if homes[i] % nodes != b % nodes}
-        assert engine.actors.loaned_bytes == len(between) * 4 * engine.spec.dim
-        assert engine.actors.moved_bytes == len(moved) * 4 * engine.spec.dim
-        engine.actors.loaned_bytes = engine.actors.moved_bytes = 0
+        assert engine.loaned_bytes == len(between) * 4 * engine.spec.dim
+        assert engine.moved_bytes == len(moved) * 4 * engine.spec.dim
+        engine.reset_traffic()
 
 
 def test_an_actor_error_is_not_a_lost_worker(cluster):
@@ -318,14 +319,13 @@ def test_an_actor_error_is_not_a_lost_worker(cluster):
     engine = cluster_engine(
         cluster, Scene(algorithms.dfedavgm, flipping, network, True, False, {}), 2
     )
-    refs = [engine.actors.handles[0].export_rows.remote(np.array([10**6, 10**6 + 1]))]
+    refs = [engine.handles[0].export_rows.remote(np.array([10**6, 10**6 + 1]))]
     message = r"^work on the cluster failed \(.*Error: .*\)$"
-    with pytest.raises(RunError, match=message) as raised:
-        engine.actors.get(refs)
+    with pytest.raises(RunError, match=message) as raised, translate_ray_errors():
+        ray.get(refs)
+    none, first = Ragged.empty(0), Ragged.from_arrays([np.zeros(1, np.int64)])
     with pytest.raises(RunError, match=message) as raised_by_call:
-        engine.actors.call(
-            AgentWorker.import_rows, [None, (0, [np.zeros(1, np.int64)])], [[], refs]
-        )
+        engine.call(AgentWorker.import_rows, [(none, none), (first, first)], [[], refs])
     assert raised.type is raised_by_call.type is RunError
 
 

@@ -43,17 +43,13 @@ def test_small_models_are_put_once_per_receiving_node():
     ]
 
 
-def test_many_small_models_for_the_same_nodes_share_an_object():
-    owner, size = np.repeat([0, 1, 2], 1000), OBJECT_OVERHEAD_BYTES // 500
+def test_many_small_models_for_a_node_share_objects():
+    owner, size = np.repeat([0, 1, 2], 1000), MAX_TRANSFER_BYTES // 500
     requested = [np.zeros(0, np.int64), np.arange(0, 800), np.arange(200, 1000)]
     transfers = plan_transfers(owner, requested, np.array([0, 1, 2]), size)
     assert [
         (transfer.owner, len(transfer.rows), sorted(transfer.receivers)) for transfer in transfers
-    ] == [
-        (0, 600, [1, 2]),
-        (0, 200, [1]),
-        (0, 200, [2]),
-    ]
+    ] == [(0, 500, [1]), (0, 300, [1]), (0, 500, [2]), (0, 300, [2])]
 
 
 def test_no_requests_give_no_transfers():

@@ -1,7 +1,7 @@
 """User functions on other machines: the files of their modules travel with the work.
 
-A process of the cluster unpacks them into a folder named by their checksum, and finds them first on
-`sys.path`.
+Ray sends files for a whole connection only, and one connection may have several runs. So a process
+of the cluster unpacks them into a folder named by their checksum, first on its `sys.path`.
 
 >>> pack_modules([])
 b''
@@ -45,11 +45,8 @@ def pack_modules(names: Iterable[str]) -> bytes:
         folders |= {path.parent for path in _module_paths(module.partition(".")[0])}
     # multiprocessing gives the main module a second name, and its file may be "<stdin>".
     main = sys.modules["__main__"]
-    tops = [
-        name
-        for name, module in list(sys.modules.items())
-        if name.isidentifier() and module is not main
-    ]
+    modules = list(sys.modules.items())
+    tops = [name for name, module in modules if name.isidentifier() and module is not main]
     paths = {path for name in tops for path in _module_paths(name) if path.parent in folders}
     if not paths:
         return b""
@@ -67,20 +64,17 @@ def pack_modules(names: Iterable[str]) -> bytes:
 
 
 def runtime_environment(archive: bytes) -> dict[str, Any]:
-    """Return the options of Ray that give an archive's code processes of its own.
-
-    There are none for an empty archive.
-    """
+    """Return the options of Ray that give an archive's code processes of its own."""
+    # A process that has imported a module keeps it, whatever a later archive contains. Ray shares
+    # processes only between tasks with equal variables.
     if not archive:
         return {}
     return {"runtime_env": {"env_vars": {"FEDCB2O_CODE": _digest(archive)}}}
 
 
 def user_modules(names: Iterable[str]) -> list[str]:
-    """Return the modules of user functions that nodes must be able to import.
-
-    Functions are given as "module:function". Those that `__main__` defines travel by value.
-    """
+    """Return the modules of user functions that nodes must be able to import."""
+    # Functions that `__main__` defines travel by value.
     return sorted(_loaded_modules(names) - {"__main__"})
 
 
@@ -98,11 +92,8 @@ def localize_paths(text: str) -> str:
     """Replace paths of unpacked files in an error by the paths of their originals here."""
 
     def localize(match: re.Match[str]) -> str:
-        for folder in sys.path:
-            path = Path(folder, match[1]).absolute()
-            if path.is_file():
-                return str(path)
-        return match[1]
+        paths = [Path(folder, match[1]).absolute() for folder in sys.path]
+        return next((str(path) for path in paths if path.is_file()), match[1])
 
     return _SHIPPED_PATH.sub(localize, text)
 
@@ -116,20 +107,13 @@ def _zip(paths: Iterable[Path]) -> bytes:
     with io.BytesIO() as file:
         with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
             for path in paths:
-                for member in _files(path):
-                    name = member.relative_to(path.parent).as_posix()
-                    info = zipfile.ZipInfo(name, date_time=(1980, 1, 1, 0, 0, 0))
-                    archive.writestr(info, member.read_bytes())
+                for member in [path] if path.is_file() else sorted(path.rglob("*")):
+                    name = member.relative_to(path.parent)
+                    if member.is_file() and not _SKIPPED_FOLDERS & set(name.parts[1:]):
+                        # Without a date, the time of a checkout does not change the checksum.
+                        info = zipfile.ZipInfo(name.as_posix(), date_time=(1980, 1, 1, 0, 0, 0))
+                        archive.writestr(info, member.read_bytes())
         return file.getvalue()
-
-
-def _files(path: Path) -> Iterator[Path]:
-    if path.is_file():
-        yield path
-        return
-    for member in sorted(path.rglob("*")):
-        if member.is_file() and not _SKIPPED_FOLDERS & set(member.relative_to(path).parts):
-            yield member
 
 
 def _unpack(archive: bytes) -> Path:
@@ -143,6 +127,7 @@ def _unpack(archive: bytes) -> Path:
             partial.rename(folder)
         except OSError:  # another process was first
             shutil.rmtree(partial)
+    # Another user could have put other code there: its name is no secret.
     if not is_own_folder(folder):
         raise PermissionError(
             f"{folder} is no folder of this user, or others may write to it: remove it, or set "
@@ -165,11 +150,7 @@ def _module_paths(name: str) -> Iterator[Path]:
         file = "-"  # a notebook's code is in its working directory
     files = getattr(module, "__path__", None) or ([file] if file else [])
     for path in map(Path.absolute, map(Path, files)):
-        if path.suffix in ("", ".py") and not _is_installed(path):
+        in_packages = {"site-packages", "dist-packages"} & set(path.parts)
+        is_installed = in_packages or any(map(path.is_relative_to, _INSTALLED_FOLDERS))
+        if path.suffix in ("", ".py") and not is_installed:
             yield path
-
-
-def _is_installed(path: Path) -> bool:
-    if {"site-packages", "dist-packages"} & set(path.parts):
-        return True
-    return any(path.is_relative_to(folder) for folder in _INSTALLED_FOLDERS)

@@ -27,10 +27,9 @@ QUIET_ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",  # silences a warning about a later version
 }
 
-_HTTP2_SETTINGS = (
-    b"\0\0\0\4"  # start of the first frame of HTTP/2, which gRPC uses, after its length
-)
-_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _HTTP2_SETTINGS + bytes(5)
+# A client of HTTP/2, which gRPC uses, begins with this text and an empty frame of settings. The
+# server's first frame has settings too: its fourth byte, after the length, is the frame's type.
+_HTTP2_PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\0\0\0\4" + bytes(5)
 _PROBE_SECONDS = 5.0  # granted to a cluster for an answer
 _ERROR_LISTENER = "ray_listen_error_messages"  # the thread in which Ray prints errors of its nodes
 _MAX_ERROR_CHARACTERS = 300
@@ -48,12 +47,19 @@ def connected(
     start Ray on this machine, with an object store of `store` bytes and `processors` processors.
     RunError is raised if no cluster can be reached, or it has other versions.
     """
+    # Errors of nodes that matter are raised as well.
+    quiet_stdout = contextlib.redirect_stdout(_WithoutListener(sys.stdout))
     if ray.is_initialized():
-        with _suppress_stdout():
+        with quiet_stdout:
             yield
         return
     os.environ.update(QUIET_ENVIRONMENT)
-    _log.info("%s ...", _describe(address))  # takes some seconds, or many
+    work = f"Joining the cluster at {address}"
+    if address == AUTO:
+        work = "Joining the cluster that this machine is in"
+    if address == LOCAL:
+        work = "Starting Ray on this machine"
+    _log.info("%s ...", work)  # takes some seconds, or many
     _probe(address)
     options: dict[str, Any] = {"address": address}
     if address == LOCAL:
@@ -64,7 +70,7 @@ def connected(
         }
     try:
         _start(options)
-        with _suppress_stdout(), watch_cluster():
+        with quiet_stdout, watch_cluster():
             yield
     finally:
         # Ray prints here what its error listener kept back as a repetition.
@@ -100,38 +106,25 @@ def _start(options: dict[str, Any]) -> None:
         ) from error
 
 
-def _describe(address: str) -> str:
-    if address == LOCAL:
-        return "Starting Ray on this machine"
-    if address == AUTO:
-        return "Joining the cluster that this machine is in"
-    return f"Joining the cluster at {address}"
-
-
 def _probe(address: str) -> None:
     """Raise RunError if no cluster answers at an address."""
     if address == AUTO:
         address = os.environ.get("RAY_ADDRESS") or AUTO
     if address in (LOCAL, AUTO):
         return
-    # Ray would take minutes to say that no cluster answers.
+    # Ray would take two minutes, and then end the process.
     host, _, port = address.rpartition(":")
     try:
         with socket.create_connection((host.strip("[]"), int(port)), _PROBE_SECONDS) as connection:
             if os.environ.get("RAY_USE_TLS"):
                 return
             connection.sendall(_HTTP2_PREFACE)
-            # The first three bytes are the length of the frame.
-            is_http2 = connection.recv(4)[3:] == _HTTP2_SETTINGS[3:]
-    except (socket.gaierror, UnicodeError) as error:
-        raise RunError(
-            f"no cluster can be reached at {address!r} ({error}): check the name {host!r}"
-        ) from error
-    except OSError as error:
-        raise RunError(
-            f"no cluster can be reached at {address!r} ({error}): see `ray status` there"
-        ) from error
-    if not is_http2:
+            is_ray = connection.recv(4)[3:] == b"\4"
+    except (OSError, UnicodeError) as error:
+        is_name = isinstance(error, socket.gaierror | UnicodeError)
+        cure = f"check the name {host!r}" if is_name else "see `ray status` there"
+        raise RunError(f"no cluster can be reached at {address!r} ({error}): {cure}") from error
+    if not is_ray:
         raise RunError(
             f"the program that listens at {address!r} is not a Ray cluster: give the port of its "
             "head, 6379 unless `ray start` had another"
@@ -176,13 +169,6 @@ def _suppress_stderr() -> Iterator[None]:
     finally:
         os.dup2(saved, 2)
         os.close(saved)
-
-
-@contextlib.contextmanager
-def _suppress_stdout() -> Iterator[None]:
-    """Discard the errors of nodes that Ray prints; those that matter are raised as well."""
-    with contextlib.redirect_stdout(_WithoutListener(sys.stdout)):
-        yield
 
 
 class _WithoutListener:

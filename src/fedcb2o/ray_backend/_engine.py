@@ -5,15 +5,20 @@ some worker's buffer. Losses and decisions are all that the workers send to it.
 """
 
 import dataclasses
+import functools
+import itertools
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import ray
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o.errors import FedCB2OError
 from fedcb2o.federated import (
     AgentGroup,
     AgentState,
@@ -22,26 +27,42 @@ from fedcb2o.federated import (
     Inbox,
     Outbox,
     Ragged,
-    RuleState,
     plan_training_batches,
 )
 from fedcb2o.federated.agent_group import Phase
 from fedcb2o.federated.ragged import AgentIds, Members, Rows
 from fedcb2o.nn.parameters import row_stride
-from fedcb2o.ray_backend._actors import WorkerActors
-from fedcb2o.ray_backend._sharding import Sharding
-from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
+from fedcb2o.parallel._serialization import serialize, unwrap_result
+from fedcb2o.ray_backend._code_shipping import localize_paths
+from fedcb2o.ray_backend._errors import translate_ray_errors
+from fedcb2o.ray_backend._transfers import RowTransfer, plan_transfers
 from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, as_tensor
 from fedcb2o.simulation.local_engine import LocalEngine
 
 STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint at once
 
 
+@dataclass(frozen=True)
+class LoanedRows:
+    """Rows of other workers that a worker may read.
+
+    For each transfer in `refs`, `positions` are those of the worker's rows in it, and `rows` their
+    numbers in the buffer of all agents.
+    """
+
+    refs: list[Any]
+    positions: Ragged
+    rows: Ragged
+
+
 class RayEngine:
     """The engine of all agents of a run, on the workers of a cluster.
 
-    The model buffer of `group` is empty. `batches` has the ids of the agents that one function call
-    computes, and `batches_by_worker` the numbers of the batches of each worker.
+    The model buffer of `group` is empty. `agents` has the ascending ids of each worker's agents,
+    and `batches` those that one function call computes, worker after worker. `loaned_bytes` are
+    those of models that workers took of each other, `moved_bytes` those of them that went from one
+    node to another, and `seconds` the working time of each worker. Who reads these three resets
+    them.
     """
 
     def __init__(
@@ -53,33 +74,86 @@ class RayEngine:
     ) -> None:
         self.group = group
         self.spec = group.spec
-        self.sharding = Sharding.from_group(group, shares)
-        names = sorted(set(node_ids))
-        nodes = np.array([names.index(node) for node in node_ids])
-        self.actors = WorkerActors(handles, self.sharding, nodes, 4 * self.spec.dim)
-
-        costs = group.data.train.sizes.tolist()
-        self.batches = [
-            AgentIds(np.array(batch)) for batch in plan_training_batches(self.spec, costs)
-        ]
-        owners = self.sharding.owner[[group.layout.own[agents[0]] for agents in self.batches]]
-        self.batches_by_worker: list[list[int]] = [
-            np.flatnonzero(owners == worker).tolist() for worker in range(len(handles))
-        ]
+        self.handles = list(handles)
+        self.agents = [AgentIds(np.array(share)) for share in shares]
+        self.nodes = np.unique(node_ids, return_inverse=True)[1]
+        self.row_bytes = 4 * self.spec.dim
         self.outbox: Outbox | None = None  # until the agents publish
+        self.reset_traffic()
+
+        # Agents that train together are in one worker.
+        worker_of = np.zeros(self.spec.num_agents, np.int64)
+        for worker, agents in enumerate(self.agents):
+            worker_of[agents] = worker
+        planned = plan_training_batches(self.spec, group.data.train.sizes.tolist())
+        planned.sort(key=lambda batch: worker_of[batch[0]])
+        self.batches = [AgentIds(np.array(batch)) for batch in planned]
+        first = [worker_of[batch[0]] for batch in planned]
+        ends = np.searchsorted(first, np.arange(1 + len(self.handles))).tolist()
+        self.parts = [slice(*pair) for pair in itertools.pairwise(ends)]
+
+        # Worker of each row of the buffer of all agents, and its place there.
+        self.owner = np.zeros(group.layout.first_received, np.int64)
+        self.row = np.zeros(group.layout.first_received, np.int64)
+        self.first_received: list[int] = []
+
+    def reset_traffic(self) -> None:
+        """Begin to measure the traffic of a round."""
+        self.loaned_bytes = 0
+        self.moved_bytes = 0
+        self.seconds = np.zeros(len(self.handles))
+
+    def call(
+        self,
+        method: Callable[..., Any],
+        tasks: Sequence[tuple[Any, ...]],
+        refs: Sequence[Sequence[Any]] | None = None,
+    ) -> list[Any]:
+        """Call a method of `AgentWorker` on every worker, with its task as the arguments.
+
+        `refs` are references that the method reads, for each worker. The error of a worker is
+        raised as it was.
+        """
+        refs = refs or [[]] * len(tasks)
+        with translate_ray_errors():
+            # Serialized here, because Ray would raise errors of the work as its own.
+            answers = ray.get(
+                [
+                    handle.execute.remote(serialize((method, task)), list(own_refs))
+                    for handle, task, own_refs in zip(self.handles, tasks, refs, strict=True)
+                ]
+            )
+            self.seconds += [seconds for _, seconds in answers]
+            try:
+                return [unwrap_result(content) for content, _ in answers]
+            except FedCB2OError as error:
+                error.args = (localize_paths(str(error)),)
+                raise
 
     def build_groups(self, make: MakeGroup, data: Mapping[str, Tensor]) -> None:
         """Build the groups of the workers, from data that each node gets once."""
-        loans = [self.actors.put({name: tensor.numpy() for name, tensor in data.items()})]
+        with translate_ray_errors():
+            arrays = ray.put({name: tensor.numpy() for name, tensor in data.items()})
         tasks = []
-        for numbers, agents in zip(self.batches_by_worker, self.sharding.agents, strict=True):
-            members = [Members(agents.searchsorted(self.batches[g])) for g in numbers]
+        for agents, part in zip(self.agents, self.parts, strict=True):
+            members = [Members(agents.searchsorted(batch)) for batch in self.batches[part]]
             tasks.append((make, agents.tolist(), members))
-        self.actors.call(AgentWorker.build_group, tasks, [loans] * len(tasks))
+        layouts = self.call(AgentWorker.build_group, tasks, [[arrays]] * len(tasks))
+
+        whole = self.group.layout
+        crafted = np.arange(whole.crafted_per_attacker)
+        for worker, (agents, layout) in enumerate(zip(self.agents, layouts, strict=True)):
+            attackers = np.flatnonzero(self.group.data.malicious[agents])
+            crafted_rows = whole.first_crafted[agents[attackers], None] + crafted
+            self.owner[whole.own[agents]] = worker
+            self.owner[crafted_rows] = worker
+            self.row[whole.own[agents]] = layout.own
+            self.row[crafted_rows] = layout.first_crafted[attackers, None] + crafted
+            self.first_received.append(layout.first_received)
 
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of all agents with their initial models."""
-        self.actors.broadcast(AgentWorker.init_models, init)
+        self.call(AgentWorker.init_models, [(init,)] * len(self.handles))
 
     def map_batches(
         self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
@@ -88,129 +162,68 @@ class RayEngine:
 
         It runs in the batch's worker. Each list of `arguments` has one value per batch.
         """
-        tasks = []
-        for numbers in self.batches_by_worker:
-            own = [_select(values, numbers) for values in arguments]
-            tasks.append((phase, (n, *shared), own))
-        by_worker = self.actors.call(AgentWorker.map_batches, tasks)
+        tasks = [(phase, (n, *shared), [own[part] for own in arguments]) for part in self.parts]
+        return [*itertools.chain(*self.call(AgentWorker.map_batches, tasks))]
 
-        results: list[Any] = [None] * len(self.batches)
-        for numbers, own_results in zip(self.batches_by_worker, by_worker, strict=True):
-            for g, result in zip(numbers, own_results, strict=True):
-                results[g] = result
-        return results
-
+    # The functions that only call others are those of the local engine.
     train_ = LocalEngine.train_
-    """Train the models of all agents (LocalUpdate)."""
-
     publish_ = LocalEngine.publish_
-    """Publish the models of the agents that take part in the round."""
-
     replace_outbox = LocalEngine.replace_outbox
-    """Publish other models of a round."""
-
     aggregate_ = LocalEngine.aggregate_
-    """LocalAggregation (Algorithm 2); all workers are waited for."""
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Transfer the received models to the workers that need them.
 
-        The engine waits for every worker, so that `deadline` is not used. The inbox of a group has
+        The engine waits for every worker, so that `deadline` is not used. The inbox of a batch has
         rows of its worker's buffer.
         """
         assert self.outbox is not None, "nothing is published yet"
-        max_samples = self.spec.max_samples
         # 1. The models that arrive, as rows of the buffer of all agents.
         inboxes = [
-            self.outbox.deliver(n, peers, agents, max_samples)
+            self.outbox.deliver(n, peers, agents, self.spec.max_samples)
             for agents, peers in zip(self.batches, sampled, strict=True)
         ]
-        # 2. The transfer of those that another worker has.
-        wanted = []
-        # 3. Their rows in the buffer of the receiving worker.
-        for worker, numbers in enumerate(self.batches_by_worker):
-            rows = np.unique(np.concatenate([inboxes[g].rows for g in numbers]))
-            wanted.append(rows[self.sharding.owner[rows] != worker])
-        loans = self.actors.loan_rows(wanted)
-        inboxes_start = [layout.first_received for layout in self.sharding.layouts]
-        tasks = [(first, loan.positions) for first, loan in zip(inboxes_start, loans, strict=True)]
-        self.actors.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
 
-        for worker, numbers in enumerate(self.batches_by_worker):
-            by_group = Ragged.from_arrays([inboxes[g].rows for g in numbers])
-            received = np.concatenate([wanted[worker][:0], *loans[worker].rows])
-            local = self.sharding.local_rows(worker, by_group.values, received)
-            for g, rows in zip(numbers, Ragged(local, by_group.sizes), strict=True):
-                inboxes[g] = dataclasses.replace(inboxes[g], rows=Rows(rows))
-        return inboxes
+        # 2. The place of each row in the buffer of the worker that receives it.
+        wanted = []
+        places = []
+        for worker, part in enumerate(self.parts):
+            rows = np.unique(np.concatenate([inbox.rows for inbox in inboxes[part]]))
+            foreign = rows[self.owner[rows] != worker]
+            place = self.row.copy()
+            place[foreign] = self.first_received[worker] + np.arange(len(foreign))
+            wanted.append(foreign)
+            places.append(place)
+
+        # 3. The transfer of the rows that another worker has.
+        loans = self._loan_rows(wanted)
+        tasks = []
+        for place, loan in zip(places, loans, strict=True):
+            tasks.append((Ragged(place[loan.rows.values], loan.rows.sizes), loan.positions))
+        self.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
+
+        local = []
+        for place, part in zip(places, self.parts, strict=True):
+            for inbox in inboxes[part]:
+                local.append(dataclasses.replace(inbox, rows=Rows(place[inbox.rows])))
+        return local
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """Compute theta <- W theta (Algorithm 2, line 7), in each worker for its agents.
 
         The result is False for benign agents whose model is not finite.
         """
-        tasks = []
-        for numbers in self.batches_by_worker:
-            tasks.append((LocalEngine.mix_, _select(decisions, numbers)))
-        by_worker = self.actors.call(AgentWorker.call_engine, tasks)
+        tasks = [(LocalEngine.mix_, decisions[part]) for part in self.parts]
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
-        for agents, own in zip(self.sharding.agents, by_worker, strict=True):
+        by_worker = self.call(AgentWorker.call_engine, tasks)
+        for agents, own in zip(self.agents, by_worker, strict=True):
             is_finite[agents] = own
         return is_finite
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
-        results: dict[int, EvaluationResult] = {}
-        for own in self.actors.broadcast(AgentWorker.call_engine, LocalEngine.evaluate):
-            results |= own
-        return results
-
-    def persistent_state(self, state: AgentState) -> AgentState:
-        """Return the state of all agents with the states of their rules, which workers keep."""
-        if not self.spec.algorithm.is_stateful:
-            return state
-        states: dict[int, RuleState] = {}
-        for own in self.actors.broadcast(operator.attrgetter("states")):
-            states |= own
-        rule_states = tuple(states[agent] for agent in range(self.spec.num_agents))
-        return dataclasses.replace(state, rule_states=rule_states)
-
-    def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
-        """Yield parts of the models of all agents, in whole cache lines.
-
-        They are in the order of the agents' ids.
-        """
-        max_rows = max(1, MAX_TRANSFER_BYTES // self.actors.row_bytes)
-        for ids in self._chunks():
-            owners = self.sharding.owner[ids]
-            # Objects of at most `MAX_TRANSFER_BYTES`.
-            transfers = []
-            for worker in np.unique(owners).tolist():
-                own = ids[owners == worker]
-                for start in range(0, len(own), max_rows):
-                    transfers.append((worker, own[start : start + max_rows]))
-            arrays = self.actors.get(self.actors.row_refs(transfers))
-            models = torch.zeros(len(ids), row_stride(self.spec.dim))
-            for (_, own), array in zip(transfers, arrays, strict=True):
-                models[torch.from_numpy(own - ids[0]), : self.spec.dim] = as_tensor(array)
-            yield models
-
-    def load_models_(self, models: Float[Tensor, "N stride"]) -> None:
-        """Replace the models of all agents, given in the order of their ids."""
-        for ids in self._chunks():
-            owners = self.sharding.owner[ids]
-            tasks: list[tuple[int, list[None]] | None] = []
-            loans: list[list[Any]] = []
-            for worker, agents in enumerate(self.sharding.agents):
-                own = ids[owners == worker]  # consecutive in the worker's buffer
-                if not len(own):
-                    tasks.append(None)
-                    loans.append([])
-                    continue
-                tasks.append((int(agents.searchsorted(own[0])), [None]))
-                content = models[torch.from_numpy(own), : self.spec.dim]
-                loans.append([self.actors.put(content.numpy())])
-            self.actors.call(AgentWorker.import_rows, tasks, loans)
+        tasks = [(LocalEngine.evaluate,)] * len(self.handles)
+        return functools.reduce(operator.or_, self.call(AgentWorker.call_engine, tasks))
 
     def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"]
@@ -221,41 +234,92 @@ class RayEngine:
         """
         adversary = self.group.adversary
         assert adversary is not None
-        knowledge = adversary.attack.threat.knows
-        visible = [np.zeros(0, np.int64)]
-        if "benign" in knowledge:
-            visible.append(adversary.benign_ids)
-        if "fellows" in knowledge:
-            visible.append(adversary.malicious_ids)
-        seen = np.sort(np.concatenate(visible))
-        seen = seen[is_finite[seen]]
-
-        attackers = [agents[adversary.malicious[agents]] for agents in self.sharding.agents]
+        knows = adversary.attack.threat.knows
+        malicious = adversary.malicious
         # Only the models that the attack declared to know travel, and only to workers with an
         # attacker.
-        wanted = [
-            np.setdiff1d(seen, agents) if len(own) else seen[:0]
-            for agents, own in zip(self.sharding.agents, attackers, strict=True)
-        ]
-        loans = self.actors.loan_rows(wanted)
-        tasks = [
-            (n, is_finite, loan.rows, loan.positions) if len(own) else None
-            for own, loan in zip(attackers, loans, strict=True)
-        ]
-        by_worker = self.actors.call(AgentWorker.craft_models, tasks, [loan.refs for loan in loans])
-        max_abs: dict[int, Float[np.ndarray, " r"]] = {}
-        for own, values in zip(attackers, by_worker, strict=True):
-            max_abs.update(zip(own.tolist(), values or (), strict=True))
-        return max_abs
+        is_seen = np.where(malicious, "fellows" in knows, "benign" in knows) & is_finite
+        wanted = []
+        for agents in self.agents:
+            is_wanted = is_seen & malicious[agents].any()
+            is_wanted[agents] = False
+            wanted.append(np.flatnonzero(is_wanted))
+        loans = self._loan_rows(wanted)
+        tasks = [(n, is_finite, loan.rows, loan.positions) for loan in loans]
+        refs = [loan.refs for loan in loans]
+        return functools.reduce(operator.or_, self.call(AgentWorker.craft_models, tasks, refs))
+
+    def persistent_state(self, state: AgentState) -> AgentState:
+        """Return the state of all agents with the states of their rules, which workers keep."""
+        if not self.spec.algorithm.is_stateful:
+            return state
+        by_worker = self.call(operator.attrgetter("states"), [()] * len(self.handles))
+        states = functools.reduce(operator.or_, by_worker)
+        rule_states = tuple(states[agent] for agent in range(self.spec.num_agents))
+        return dataclasses.replace(state, rule_states=rule_states)
+
+    def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
+        """Yield parts of the models of all agents, in whole cache lines.
+
+        They are in the order of the agents' ids.
+        """
+        for ids in self._chunks():
+            models = torch.zeros(len(ids), row_stride(self.spec.dim))
+            # This process is the receiver of all rows.
+            plan = plan_transfers(self.owner, [ids], np.zeros(1, np.int64), self.row_bytes)
+            with translate_ray_errors():
+                transfers, refs = zip(*self._export_rows(plan), strict=True)
+                for transfer, array in zip(transfers, ray.get(list(refs)), strict=True):
+                    places = torch.from_numpy(transfer.rows - ids[0])
+                    models[places, : self.spec.dim] = as_tensor(array)
+            yield models
+
+    def load_models_(self, models: Float[Tensor, "N stride"]) -> None:
+        """Replace the models of all agents, given in the order of their ids."""
+        for ids in self._chunks():
+            tasks = []
+            refs = []
+            for worker in range(len(self.handles)):
+                own = ids[self.owner[ids] == worker]
+                positions = Ragged.from_arrays([np.arange(len(own))])
+                tasks.append((Ragged(self.row[own], positions.sizes), positions))
+                with translate_ray_errors():
+                    content = models[torch.from_numpy(own), : self.spec.dim]
+                    refs.append([ray.put(content.numpy())])
+            self.call(AgentWorker.import_rows, tasks, refs)
+
+    def _loan_rows(self, wanted: Sequence[Int[np.ndarray, " _r"]]) -> list[LoanedRows]:
+        """Put rows of other workers into the store, for each worker."""
+        plan = plan_transfers(self.owner, wanted, self.nodes, self.row_bytes)
+        exported = list(self._export_rows(plan))
+        loans = []
+        for worker in range(len(self.handles)):
+            own = [(transfer, ref) for transfer, ref in exported if worker in transfer.receivers]
+            positions = [transfer.receivers[worker] for transfer, _ in own]
+            rows = [transfer.rows[transfer.receivers[worker]] for transfer, _ in own]
+            refs = [ref for _, ref in own]
+            loans.append(LoanedRows(refs, Ragged.from_arrays(positions), Ragged.from_arrays(rows)))
+
+        self.loaned_bytes += self.row_bytes * sum(len(loan.rows.values) for loan in loans)
+        for transfer in plan:
+            # The workers on one node share a store.
+            nodes = set(self.nodes[list(transfer.receivers)]) - {self.nodes[transfer.owner]}
+            self.moved_bytes += self.row_bytes * len(transfer.rows) * len(nodes)
+        return loans
+
+    def _export_rows(self, plan: Sequence[RowTransfer]) -> Iterator[tuple[RowTransfer, Any]]:
+        """Put the rows of transfers into the store; yield each transfer with its reference."""
+        by_owner: dict[int, list[RowTransfer]] = {}
+        for transfer in plan:
+            by_owner.setdefault(transfer.owner, []).append(transfer)
+        # One call per owner, whatever the number of its transfers.
+        for owner, transfers in by_owner.items():
+            export = self.handles[owner].export_rows.options(num_returns=len(transfers))
+            refs = export.remote(*(self.row[transfer.rows] for transfer in transfers))
+            yield from zip(transfers, refs if len(transfers) > 1 else [refs], strict=True)
 
     def _chunks(self) -> Iterator[Int[np.ndarray, " k"]]:
         """Yield the ids of all agents, as many at once as `STREAM_BYTES` allows."""
-        agents = np.arange(self.spec.num_agents)
-        step = max(1, STREAM_BYTES // self.actors.row_bytes)
-        for start in range(0, len(agents), step):
-            yield agents[start : start + step]
-
-
-def _select(values: Sequence[Any], numbers: Sequence[int]) -> list[Any]:
-    """Return the values of some groups."""
-    return [values[g] for g in numbers]
+        step = max(1, STREAM_BYTES // self.row_bytes)
+        for start in range(0, self.spec.num_agents, step):
+            yield np.arange(start, min(start + step, self.spec.num_agents))

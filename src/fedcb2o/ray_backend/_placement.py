@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib
+import itertools
 import logging
 import platform
 import sys
@@ -24,16 +25,17 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedcb2o.errors import RunError
+from fedcb2o.federated import RunSpec, plan_training_batches
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import _resources
-from fedcb2o.parallel._executors import one_thread
-from fedcb2o.ray_backend._actors import POLL_SECONDS, translate_ray_errors
+from fedcb2o.parallel._executors import balance_load, one_thread
 from fedcb2o.ray_backend._code_shipping import (
     extend_sys_path,
     pack_modules,
     runtime_environment,
     user_modules,
 )
+from fedcb2o.ray_backend._errors import translate_ray_errors
 from fedcb2o.ray_backend._worker import AgentWorker
 from fedcb2o.simulation.rounds import WorkerLostError
 
@@ -70,10 +72,10 @@ class _NodeReport:
     """The answer of a node; `import_errors` by module, `seconds` of the benchmark."""
 
     versions: dict[str, str]
+    import_errors: dict[str, str]
     memory: int
     model: str
     seconds: float
-    import_errors: dict[str, str]
 
 
 def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) -> list[Node]:
@@ -83,20 +85,26 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
     default. RunError is raised if a node has other versions, or cannot import the modules of user
     functions; or if no node answers that has what is needed.
     """
-    pending = _ask_nodes(user_functions, device)
     nodes: list[Node] = []
     seconds: list[float] = []
     silent: list[str] = []
+    asked = _ask_nodes(user_functions, device)
     deadline = time.monotonic() + ANSWER_SECONDS
-    for known, processors, ref in pending:
+    for known, processors, ref in asked:
         name = known["NodeManagerHostname"]
         try:
-            report = _receive_report(name, ref, deadline)
+            report = ray.get(ref, timeout=max(0, deadline - time.monotonic()))
         except ray.exceptions.GetTimeoutError:
             silent.append(name)
             continue
-        if report is None:
-            continue
+        except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
+            last_line = str(error).strip().splitlines()[-1]
+            raise RunError(
+                f"node {name} of the cluster cannot run this fedcb2o ({last_line}): it must be the "
+                "same"
+            ) from error
+        except ray.exceptions.RayError:
+            continue  # it left, and the cluster has not noticed yet
         _check_report(name, report)
         store = int(known["Resources"].get("object_store_memory", 0))
         nodes.append(Node(known["NodeID"], name, processors, report.memory, store, report.model))
@@ -116,9 +124,7 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
 
 
 def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """Return the speeds of nodes relative to the fastest, in (0, 1].
-
-    `seconds` are the times of the nodes for the same work.
+    """Return the speeds of nodes, from their times for the same work, with 1 for the fastest.
 
     >>> relative_speeds([1.0, 1.1, 2.0])
     [1.0, 1.0, 0.5]
@@ -133,6 +139,8 @@ def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
     There are at most as many groups as processors of all nodes. The first entries are the placement
     of fewer groups.
     """
+    # Ray's own placement knows free processors, but not how fast they are: the slowest group would
+    # determine the duration of every round.
     used = dict.fromkeys(nodes, 0)
     placement: list[Node] = []
     for _ in range(count):
@@ -142,6 +150,18 @@ def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
         placement.append(node)
         used[node] += 1
     return placement
+
+
+def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
+    """Distribute agents over workers so that all workers take about as long.
+
+    Agents that train together stay together. The ids of a worker's agents ascend; a worker that
+    would always be last has none.
+    """
+    batches = plan_training_batches(spec, costs)
+    batch_costs = [sum(costs[agent] for agent in batch) for batch in batches]
+    shares = balance_load(range(len(batches)), batch_costs, len(speeds), speeds)
+    return [sorted(itertools.chain(*(batches[k] for k in share))) for share in shares]
 
 
 @contextlib.contextmanager
@@ -154,33 +174,25 @@ def start_workers(
     actors, and WorkerLostError if actors cannot start, or are gone.
     """
     handles: list[Any] = []
-    actor = ray.remote(AgentWorker)
     gpus = 0 if is_cpu(device) else 1
+    archive = pack_modules(user_functions)
+    options = {"num_cpus": 1, "num_gpus": gpus, **runtime_environment(archive)}
+    actor = ray.remote(AgentWorker)
     try:
         with translate_ray_errors():
-            archive = pack_modules(user_functions)
-            options = {
-                "num_cpus": 1,
-                "num_gpus": gpus,
-                "max_restarts": 0,
-                **runtime_environment(archive),
-            }
             for node in nodes:
-                pinned = actor.options(scheduling_strategy=_pin_to(node.id), **options)
+                # A lost actor is not started again: its models are gone, so that the run continues
+                # from its checkpoint.
+                strategy = _pin_to(node.id)
+                pinned = actor.options(scheduling_strategy=strategy, max_restarts=0, **options)
                 handles.append(pinned.remote(sys.path, archive))
-            waiting = _wait_until_ready(handles)
-        if waiting:
-            alive = {known["NodeID"] for known in ray.nodes() if known["Alive"]}
-            if lost := {node.id for node in nodes} - alive:
-                raise WorkerLostError(
-                    f"{len(lost)} nodes of the cluster are lost before they began"
-                )
-            kind = "processor or GPU" if gpus else "processor"
-            raise RunError(
-                f"{waiting} of {len(handles)} blocks found no free {kind} on the cluster in "
-                f"{PLACEMENT_SECONDS:.0f} seconds: let fewer work (--blocks), or wait until other "
-                "programs have ended"
-            )
+            waiting = [handle.__ray_ready__.remote() for handle in handles]
+            while waiting:
+                # Each actor that starts renews the time of the others.
+                ready, waiting = ray.wait(waiting, timeout=PLACEMENT_SECONDS)
+                ray.get(ready)
+                if not ready:
+                    raise _placement_error(nodes, len(waiting), gpus)
         yield handles
     finally:
         for handle in handles:
@@ -189,16 +201,16 @@ def start_workers(
                 ray.kill(handle)
 
 
-def _wait_until_ready(handles: Sequence[Any]) -> int:
-    """Wait for actors to start, one after the other; return the number of those that did not."""
-    waiting = [handle.__ray_ready__.remote() for handle in handles]
-    last = time.monotonic()
-    while waiting and time.monotonic() < last + PLACEMENT_SECONDS:
-        ready, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=POLL_SECONDS)
-        if ready:
-            ray.get(ready)
-            last = time.monotonic()
-    return len(waiting)
+def _placement_error(nodes: Sequence[Node], waiting: int, gpus: int) -> RunError:
+    alive = {known["NodeID"] for known in ray.nodes() if known["Alive"]}
+    if lost := {node.id for node in nodes} - alive:
+        return WorkerLostError(f"{len(lost)} nodes of the cluster are lost before they began")
+    kind = "processor or GPU" if gpus else "processor"
+    return RunError(
+        f"{waiting} of {len(nodes)} blocks found no free {kind} on the cluster in "
+        f"{PLACEMENT_SECONDS:.0f} seconds: let fewer work (--blocks), or wait until other programs "
+        "have ended"
+    )
 
 
 def _ask_nodes(
@@ -206,44 +218,26 @@ def _ask_nodes(
 ) -> list[tuple[dict[str, Any], int, Any]]:
     """Ask every suitable node for a report; return (Ray's record, processors, reference)."""
     archive = pack_modules(user_functions)
-    describe = ray.remote(_describe_node)
+    # Without a processor, so that nodes answer that are busy.
     options = {"num_cpus": 0, **runtime_environment(archive)}
+    describe = ray.remote(_describe_node)
     kinds = ("CPU",) if is_cpu(device) else ("CPU", "GPU")
-    pending = []
+    asked = []
     for known in ray.nodes():
-        if not known["Alive"]:
-            continue
         processors = int(min(known["Resources"].get(kind, 0) for kind in kinds))
-        if processors:
-            remote = describe.options(scheduling_strategy=_pin_to(known["NodeID"]), **options)
-            ref = remote.remote(sys.path, archive, user_modules(user_functions))
-            pending.append((known, processors, ref))
-    return pending
-
-
-def _receive_report(name: str, ref: Any, deadline: float) -> _NodeReport | None:
-    """Return a node's report, or None if it left and the cluster has not noticed yet."""
-    try:
-        report: _NodeReport = ray.get(ref, timeout=max(0, deadline - time.monotonic()))
-    except (ray.exceptions.RayTaskError, ray.exceptions.RuntimeEnvSetupError) as error:
-        last_line = str(error).strip().splitlines()[-1]
-        raise RunError(
-            f"node {name} of the cluster cannot run this fedcb2o ({last_line}): it must be the same"
-        ) from error
-    except ray.exceptions.GetTimeoutError:
-        raise
-    except ray.exceptions.RayError:
-        return None
-    return report
+        if known["Alive"] and processors:
+            pinned = describe.options(scheduling_strategy=_pin_to(known["NodeID"]), **options)
+            ref = pinned.remote(sys.path, archive, user_modules(user_functions))
+            asked.append((known, processors, ref))
+    return asked
 
 
 def _check_report(name: str, report: _NodeReport) -> None:
     """Raise RunError if a node has other versions or cannot import a module."""
-    own = _versions()
     pairs = [
-        f"{package} {report.versions[package]}, here {own[package]}"
-        for package in own
-        if report.versions[package] != own[package]
+        f"{package} {report.versions[package]}, here {own}"
+        for package, own in _versions().items()
+        if report.versions[package] != own
     ]
     if pairs:
         raise RunError(f"node {name} of the cluster has {', '.join(pairs)}: they must be the same")
@@ -255,7 +249,6 @@ def _check_report(name: str, report: _NodeReport) -> None:
 
 
 def _describe_node(path: Sequence[str], archive: bytes, modules: Sequence[str]) -> _NodeReport:
-    """Report a node's versions, memory and speed, and the modules that it cannot import."""
     extend_sys_path(path, archive)
     import_errors = {}
     for module in modules:
@@ -263,13 +256,10 @@ def _describe_node(path: Sequence[str], archive: bytes, modules: Sequence[str]) 
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             import_errors[module] = f"{type(error).__name__}: {error}"
-    return _NodeReport(
-        _versions(),
-        _resources.free_memory(),
-        _resources.processor_model(),
-        min(_benchmark_seconds() for _ in range(_TRIALS)),
-        import_errors,
-    )
+    # The shortest trial is the one that other programs disturbed the least.
+    seconds = min(_benchmark_seconds() for _ in range(_TRIALS))
+    memory = _resources.free_memory()
+    return _NodeReport(_versions(), import_errors, memory, _resources.processor_model(), seconds)
 
 
 def _versions() -> dict[str, str]:

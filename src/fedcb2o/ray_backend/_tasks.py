@@ -11,19 +11,20 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, TypeVar
 
 import ray
 import torch
 
 from fedcb2o.errors import RunError
 from fedcb2o.parallel._serialization import serialize
-from fedcb2o.ray_backend._actors import POLL_SECONDS, translate_ray_errors
 from fedcb2o.ray_backend._code_shipping import extend_sys_path, pack_modules, runtime_environment
+from fedcb2o.ray_backend._errors import translate_ray_errors
 
 TaskId = TypeVar("TaskId")
 
 RETRY_SECONDS = 10.0  # before a failed task starts again; a node on which all fail is always free
+_IDLE_SECONDS = 1.0  # between two calls of `on_idle`
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,11 @@ class TaskPool:
     def __init__(self, user_functions: Sequence[str] = ()) -> None:
         self.user_functions = user_functions
 
+    def put(self, content: Any) -> Any:
+        """Put content into the store, once per node; return its reference."""
+        with translate_ray_errors():
+            return ray.put(content)
+
     def map_unordered(
         self,
         count: int,
@@ -63,97 +69,67 @@ class TaskPool:
         without one. If the call ends early, all tasks are cancelled.
         """
         remaining = iter(task_ids)
-        active = _ActiveTasks(task, self.user_functions)
+        archive = pack_modules(self.user_functions)
+        running: dict[Any, TaskId] = {}  # by their streams of results
+        # Ray's own retries would repeat the arguments. These tasks continue from later files.
+        retries: deque[tuple[float, TaskId]] = deque()  # (time, id)
         try:
             while True:
-                active.retry_due()
-                while active.count < count and (task_id := next(remaining, None)) is not None:
-                    active.start(task_id)
-                if not active.count:
+                while retries and retries[0][0] <= time.monotonic():
+                    task_id = retries.popleft()[1]
+                    running[_start(task(task_id), archive)] = task_id
+                # A task that waits for its retry keeps its processor.
+                while len(running) + len(retries) < count:
+                    new = next(remaining, None)
+                    if new is None:
+                        break
+                    running[_start(task(new), archive)] = new
+                if not running and not retries:
                     return
 
                 on_idle()
-                for stream in active.ready():
-                    _handle_result(active, stream, on_result, on_failure)
+                for stream in _wait(list(running)):
+                    task_id = running[stream]
+                    try:
+                        value = _next_result(stream)
+                    except RunError as error:
+                        del running[stream]
+                        if on_failure(task_id, error):
+                            retries.append((time.monotonic() + RETRY_SECONDS, task_id))
+                        continue
+                    if value is None:
+                        del running[stream]
+                    else:
+                        on_result(task_id, value)
         finally:
-            active.cancel()
-
-    def put(self, content: Any) -> Any:
-        """Put content into the store, once per node; return its reference."""
-        with translate_ray_errors():
-            return ray.put(content)
+            for stream in running:
+                with contextlib.suppress(Exception):  # the cluster itself may be gone
+                    ray.cancel(stream, force=True)
 
 
-class _ActiveTasks(Generic[TaskId]):
-    """The running tasks by their streams of results, and those that will start again."""
-
-    def __init__(self, task: Callable[[TaskId], Task], user_functions: Sequence[str]) -> None:
-        self.task = task
-        self.archive = pack_modules(user_functions)
-        self.running: dict[Any, TaskId] = {}
-        self.retries: deque[tuple[float, TaskId]] = deque()  # (time, id)
-        # A lambda, because beartype would not see a generator function in `_run_generator` itself.
-        self.remote = ray.remote(lambda *arguments: (yield from _run_generator(*arguments)))
-
-    @property
-    def count(self) -> int:
-        return len(self.running) + len(self.retries)
-
-    def start(self, task_id: TaskId) -> None:
-        task = self.task(task_id)
-        remote = self.remote.options(
-            num_cpus=1,
-            num_gpus=task.gpus,
-            max_retries=0,
-            num_returns="streaming",
-            _generator_backpressure_num_objects=1,  # wait until a value is consumed
-            **runtime_environment(self.archive),
-        )
-        content = serialize((task.function, task.arguments))
-        stream = remote.remote(sys.path, self.archive, content, *task.loans)
-        self.running[stream] = task_id
-
-    def retry_later(self, task_id: TaskId) -> None:
-        self.retries.append((time.monotonic() + RETRY_SECONDS, task_id))
-
-    def retry_due(self) -> None:
-        while self.retries and self.retries[0][0] <= time.monotonic():
-            self.start(self.retries.popleft()[1])
-
-    def ready(self) -> list[Any]:
-        """Wait up to `POLL_SECONDS`; return the streams that have a value or have ended."""
-        if not self.running:
-            time.sleep(POLL_SECONDS)
-            return []
-        streams = list(self.running)
-        ray.wait(streams, num_returns=1, timeout=POLL_SECONDS)
-        # After the first one, all that are ready, without waiting.
-        ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0)
-        return list(ready)
-
-    def cancel(self) -> None:
-        for stream in self.running:
-            with contextlib.suppress(Exception):  # the cluster itself may be gone
-                ray.cancel(stream, force=True)
+def _start(task: Task, archive: bytes) -> Any:
+    """Start a task; return the stream of its results."""
+    remote = _GENERATOR.options(
+        num_cpus=1,
+        num_gpus=task.gpus,
+        max_retries=0,
+        num_returns="streaming",
+        _generator_backpressure_num_objects=1,  # wait until a value is consumed
+        **runtime_environment(archive),
+    )
+    content = serialize((task.function, task.arguments))
+    return remote.remote(sys.path, archive, content, *task.loans)
 
 
-def _handle_result(
-    active: _ActiveTasks[TaskId],
-    stream: Any,
-    on_result: Callable[[TaskId, Any], object],
-    on_failure: Callable[[TaskId, RunError], bool],
-) -> None:
-    try:
-        value = _next_result(stream)
-    except RunError as error:
-        task_id = active.running.pop(stream)
-        if on_failure(task_id, error):
-            active.retry_later(task_id)
-        return
-    if value is None:
-        del active.running[stream]
-    else:
-        on_result(active.running[stream], value)
+def _wait(streams: list[Any]) -> list[Any]:
+    """Wait up to `_IDLE_SECONDS`; return the streams that have a value or have ended."""
+    if not streams:
+        time.sleep(_IDLE_SECONDS)
+        return []
+    ray.wait(streams, timeout=_IDLE_SECONDS)
+    # After the first one, all that are ready, without waiting: none would starve.
+    ready, _ = ray.wait(streams, num_returns=len(streams), timeout=0)
+    return list(ready)
 
 
 def _next_result(stream: Any) -> Any:
@@ -170,3 +146,7 @@ def _run_generator(
     torch.set_num_threads(1)
     function, arguments = pickle.loads(content)
     yield from function(*arguments, *loans)
+
+
+# A lambda, because beartype would not see a generator function in `_run_generator` itself.
+_GENERATOR = ray.remote(lambda *arguments: (yield from _run_generator(*arguments)))

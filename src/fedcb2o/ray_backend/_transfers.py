@@ -9,11 +9,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Bool, Int, Shaped
+from jaxtyping import Int
 
 from fedcb2o.federated import Indices
 
-MAX_TRANSFER_BYTES = 2**24  # of an object in the store: one large model, or many small ones
+MAX_TRANSFER_BYTES = 2**24  # of an object in the store with several rows
 OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and finding an object
 
 
@@ -38,55 +38,25 @@ def plan_transfers(
 ) -> list[RowTransfer]:
     """Plan the transfers of all rows that workers want of each other.
 
-    `owner` is the worker that has each row, and `nodes` the node of each worker. The workers on one
-    node share a store. None of the rows that a worker wants is its own.
+    `owner` is the worker that has each row, and `nodes` the node of each worker. None of the rows
+    that a worker wants is its own.
     """
-    requested = np.unique(np.concatenate(wanted))
-    wants = np.stack([np.isin(requested, rows) for rows in wanted])
-    max_rows = max(1, MAX_TRANSFER_BYTES // row_bytes)
+    # A large row is an object of its own, which Ray copies once to each node that reads it. Small
+    # rows share objects, one or more for each node, so that no node receives rows of others.
+    is_large = row_bytes >= OBJECT_OVERHEAD_BYTES
+    max_rows = 1 if is_large else MAX_TRANSFER_BYTES // row_bytes
+    destinations = [nodes >= 0] if is_large else [nodes == node for node in np.unique(nodes)]
     transfers = []
-    for group, destinations in _destinations(owner[requested], wants, nodes, row_bytes):
-        on_nodes = np.flatnonzero(np.isin(nodes, destinations))
-        for start in range(0, len(group), max_rows):
-            part = group[start : start + max_rows]
-            indices, positions = wants[np.ix_(on_nodes, part)].nonzero()
-            by_worker = np.split(positions, np.flatnonzero(np.diff(indices)) + 1)
-            workers = on_nodes[np.unique(indices)].tolist()
-            receivers = dict(zip(workers, by_worker, strict=True))
-            sender = int(owner[requested[part[0]]])
-            transfers.append(RowTransfer(sender, requested[part], receivers))
+    for is_destination in destinations:
+        workers = np.flatnonzero(is_destination).tolist()
+        requested = np.unique(np.concatenate([wanted[worker] for worker in workers]))
+        for sender in np.unique(owner[requested]).tolist():
+            rows = requested[owner[requested] == sender]
+            wants = [np.isin(rows, wanted[worker], assume_unique=True) for worker in workers]
+            for start in range(0, len(rows), max_rows):
+                part = slice(start, start + max_rows)
+                positions = [np.flatnonzero(wanted_rows[part]) for wanted_rows in wants]
+                pairs = zip(workers, positions, strict=True)
+                receivers = {worker: places for worker, places in pairs if len(places)}
+                transfers.append(RowTransfer(sender, rows[part], receivers))
     return transfers
-
-
-def _destinations(
-    owner: Int[np.ndarray, " r"],
-    wants: Bool[np.ndarray, "workers r"],
-    nodes: Int[np.ndarray, " workers"],
-    row_bytes: int,
-) -> list[tuple[Indices, list[int]]]:
-    """Return groups of positions of one owner, each with the nodes that it goes to."""
-    goes = np.stack([wants[nodes == node].any(0) for node in range(nodes.max() + 1)])
-    groups: list[tuple[Indices, list[int]]] = []
-    for positions in _group_by_keys(np.arange(len(owner)), owner, *np.packbits(goes, axis=0)):
-        # Rows that several nodes want are put into the store once if they are worth an object, as a
-        # large model is.
-        if len(positions) * row_bytes >= OBJECT_OVERHEAD_BYTES:
-            groups.append((positions, np.flatnonzero(goes[:, positions[0]]).tolist()))
-            goes[:, positions] = False
-
-    # Other rows are put into the store once for each node, so that an owner has few transfers
-    # however many nodes there are.
-    for node, rows in enumerate(goes):
-        for positions in _group_by_keys(np.flatnonzero(rows), owner):
-            groups.append((positions, [node]))
-    return groups
-
-
-def _group_by_keys(places: Indices, *keys: Shaped[np.ndarray, " _r"]) -> list[Indices]:
-    """Return the places in groups of equal keys."""
-    if not len(places):
-        return []
-    keys = tuple(key[places] for key in keys)
-    order = np.lexsort(keys)
-    is_last = np.any([np.diff(key[order]) != 0 for key in keys], axis=0)
-    return np.split(places[order], np.flatnonzero(is_last) + 1)

@@ -1,8 +1,6 @@
 """The worker of a cluster: a local engine of its group of agents, with rows received from others.
 
-The layout of its model buffer is [own models | crafted | previous | received]. `RayEngine` sends it
-calls as serialized tasks, so that errors arrive as they were raised. Models travel between workers
-through Ray's store.
+The layout of its model buffer is [own models | crafted | previous | received].
 """
 
 import contextlib
@@ -19,20 +17,23 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.federated import (
+    Adversary,
     AgentGroup,
     AgentState,
+    BufferLayout,
     Indices,
+    Ragged,
     RuleState,
+    RunSpec,
 )
 from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.ragged import AgentIds, Members
+from fedcb2o.federated.ragged import Members
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.parallel._serialization import execute
 from fedcb2o.ray_backend._code_shipping import extend_sys_path
-from fedcb2o.ray_backend._sharding import max_received
 from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
 from fedcb2o.simulation.local_engine import LocalEngine
 
@@ -47,40 +48,40 @@ MAX_PINNED_BYTES = 2**28  # of rows that a worker reads from the store at once
 class AgentWorker:
     """The actor of a group of agents.
 
-    `rows` is the model buffer, in whole cache lines. `states` has the state of each agent's rule,
-    by its id. `loans` are references to transfers of other workers' rows, during a call.
+    `models` is the model buffer. `states` has the state of each agent's rule, by its id, from its
+    first call on. `refs` are references to transfers of other workers' rows, during a call.
     """
 
     engine: LocalEngine
-    rows: Float[Tensor, "rows stride"]
+    models: Float[Tensor, "rows d"]
     states: dict[int, RuleState]
-    loans: Sequence[Any] = ()
+    refs: Sequence[Any] = ()
 
     def __init__(self, path: Sequence[str], archive: bytes) -> None:
         extend_sys_path(path, archive)
         torch.set_num_threads(1)
 
-    def execute(self, content: bytes, loans: Sequence[Any] = ()) -> tuple[bytes, float]:
+    def execute(self, content: bytes, refs: Sequence[Any]) -> tuple[bytes, float]:
         """Call a method of this worker, serialized with its arguments.
 
-        Returns the serialized outcome, and the seconds of the call. `loans` are references to
-        transfers of other workers' rows.
+        Returns the serialized outcome, and the seconds of the call.
         """
         start = time.perf_counter()
-        self.loans = loans
+        self.refs = refs
         try:
             return execute(content, self), time.perf_counter() - start
         finally:
-            self.loans = ()
+            # The store may drop the rows.
+            self.refs = ()
 
     def build_group(
         self, make: MakeGroup, agents: Sequence[int], members: Sequence[Members]
-    ) -> None:
+    ) -> BufferLayout:
         """Build the engine of the agents, given by ascending ids, from the loaned data.
 
-        `members` has one array per batch.
+        `members` has one array per batch. Returns the layout of the model buffer.
         """
-        self.tensors = {name: as_tensor(array) for name, array in ray.get(self.loans[0]).items()}
+        self.tensors = {name: as_tensor(array) for name, array in ray.get(self.refs[0]).items()}
         self.states = {}
         group = make(self.tensors, agents)
         spec = group.spec
@@ -91,21 +92,24 @@ class AgentWorker:
             _resources.retain_freed_memory()
 
         # The system gives memory only to those rows of the inbox that are written to.
-        first_received = group.layout.first_received
-        crafted = group.layout.crafted_per_attacker
+        layout = group.layout
         assert group.adversary is not None
-        received = max_received(spec, group.adversary, agents, crafted)
-        shape = first_received + received, row_stride(spec.dim)
-        self.rows = torch.empty(shape, device=device)
-        self.rows[:first_received] = 0
-        group = dataclasses.replace(group, models=self.rows[:, : spec.dim])
-        executor = SerialExecutor(group)
-        self.engine = LocalEngine(group, executor, members=members)
+        received = max_received(spec, group.adversary, agents, layout.crafted_per_attacker)
+        rows = torch.empty(layout.first_received + received, row_stride(spec.dim), device=device)
+        rows[: layout.first_received] = 0
+        self.models = rows[:, : spec.dim]
+        group = dataclasses.replace(group, models=self.models)
+        self.engine = LocalEngine(group, SerialExecutor(group), members=members)
+        return layout
 
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of the agents with their initial models."""
         agents = self.engine.group.agents.tolist()
-        init(self.tensors, self.engine.group.models[: len(agents)], agents)
+        init(self.tensors, self.models[: len(agents)], agents)
+
+    def call_engine(self, method: Callable[..., Any], *arguments: Any) -> Any:
+        """Call a method of this worker's engine."""
+        return method(self.engine, *arguments)
 
     def map_batches(
         self, phase: Phase, shared: tuple[Any, ...], arguments: Sequence[Sequence[Any]]
@@ -116,90 +120,93 @@ class AgentWorker:
         """
         if not phase.calls_rules or not self.engine.spec.algorithm.is_stateful:
             return self.engine.map_batches(phase, *shared, arguments=arguments)
+        # States of rules can be as large as all models. The driver gets empty ones, and gives its
+        # own in the first call only: after the start, or from a checkpoint.
         states, *others = arguments
         local = []
         for agents, state in zip(self.engine.batches, states, strict=True):
-            local.append(self._with_states(agents, state))
+            pairs = zip(agents.tolist(), state.rule_states, strict=True)
+            kept = tuple(self.states.get(agent, initial) for agent, initial in pairs)
+            local.append(AgentState(state.contacts, kept))
         results = self.engine.map_batches(phase, *shared, arguments=[local, *others])
-        return [
-            (self._without_states(agents, state), decisions)
-            for agents, (state, decisions) in zip(self.engine.batches, results, strict=True)
-        ]
+        sent = []
+        for agents, (state, decisions) in zip(self.engine.batches, results, strict=True):
+            self.states.update(zip(agents.tolist(), state.rule_states, strict=True))
+            sent.append((AgentState(state.contacts, ({},) * len(agents)), decisions))
+        return sent
 
     def craft_models(
         self,
         n: int,
         is_finite: Bool[np.ndarray, " N"],
-        ids: Sequence[Int[np.ndarray, " _k"]],
-        positions: Sequence[Indices],
-    ) -> list[Float[np.ndarray, " r"]]:
-        """Craft the models of this worker's attackers, who see loaned rows.
+        ids: Ragged,
+        positions: Ragged,
+    ) -> dict[int, Float[np.ndarray, " r"]]:
+        """Craft the models of this worker's attackers, who see models of other workers.
 
-        For each transfer, `ids` are the agents of other workers whose models it contains, and
-        `positions` those of their models in it. Returns the largest absolute values of each
-        attacker's models, in the order of their ids.
+        For each transfer, `ids` are the agents of these models, and `positions` their rows in it.
+        Returns the largest absolute values of each attacker's models, by its id.
         """
         group = self.engine.group
-        source = np.full(group.spec.num_agents, -1)  # the transfer of each model; -1: the buffer
+        transfer = np.full(group.spec.num_agents, -1)  # of each agent's model; -1: the buffer
         row = np.full(group.spec.num_agents, -1)
         row[group.agents] = group.layout.own
-        for index, (agents, places) in enumerate(zip(ids, positions, strict=True)):
-            source[agents] = index
-            row[agents] = places
+        transfer[ids.values] = ids.list_index
+        row[ids.values] = positions.values
 
-        def peek(ids: list[int]) -> Float[Tensor, "m d"]:
-            models = group.models.new_zeros(len(ids), self.rows.shape[1])[:, : group.spec.dim]
-            for index in np.unique(source[ids]).tolist():
-                origin = group.models if index < 0 else as_tensor(ray.get(self.loans[index]))
-                targets = np.flatnonzero(source[ids] == index)
-                _copy_rows_(models, targets, origin, row[ids][targets])
+        # Read anew for each attacker, because the models of all agents may not fit in memory.
+        def peek(asked: list[int]) -> Float[Tensor, "m d"]:
+            models = group.models.new_zeros(len(asked), row_stride(group.spec.dim))
+            models = models[:, : group.spec.dim]
+            own = np.flatnonzero(transfer[asked] < 0)
+            others = np.flatnonzero(transfer[asked] >= 0)
+            _copy_rows_(models, own, group.models, row[asked][own])
+            self._receive_(models, others, transfer[asked][others], row[asked][others])
             return models
 
         max_abs = self.engine.craft_models_(n, is_finite, peek)
-        return [max_abs[k] for k in sorted(max_abs)]
+        return {int(group.agents[k]): values for k, values in max_abs.items()}
 
     def export_rows(self, *transfers: Int[np.ndarray, " _k"]) -> Any:
         """Return rows of the buffer: one array, or one per transfer."""
-        models = self.engine.group.models
         arrays = []
         for rows in transfers:
-            is_single = len(rows) == 1  # a view instead of a copy
-            part = models[rows[0] : rows[0] + 1] if is_single else models[torch.from_numpy(rows)]
-            arrays.append(part.cpu().numpy())
+            # Of one row a view, because Ray copies it into the store.
+            index = slice(rows[0], rows[0] + 1) if len(rows) == 1 else torch.from_numpy(rows)
+            arrays.append(self.models[index].cpu().numpy())
         return arrays if len(arrays) > 1 else arrays[0]
 
-    def import_rows(self, first: int, positions: Sequence[Indices | None]) -> None:
-        """Copy loaned rows to consecutive rows of the buffer, from `first` on.
+    def import_rows(self, rows: Ragged, positions: Ragged) -> None:
+        """Copy the rows at `positions` in each transfer to `rows` of the buffer."""
+        self._receive_(self.models, rows.values, rows.list_index, positions.values)
 
-        `positions` are those of the rows in each transfer; None for all its rows.
-        """
-        models = self.engine.group.models
+    def _receive_(
+        self, target: Float[Tensor, "q d"], rows: Indices, transfer: Indices, positions: Indices
+    ) -> None:
+        """Copy rows of a target from positions in transfers."""
+        needed = np.unique(transfer).tolist()
         # The store keeps the rows that are being read, so that only some are read at once.
-        step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * models.shape[1]))
-        for start in range(0, len(positions), step):
-            arrays = ray.get(list(self.loans[start : start + step]))
-            for array, rows in zip(arrays, positions[start : start + step], strict=True):
-                received = as_tensor(array)
-                if rows is not None and len(rows) != len(received):
-                    received = received[torch.from_numpy(rows)]
-                models[first : first + len(received)] = received
-                first += len(received)
+        step = max(1, MAX_PINNED_BYTES // max(MAX_TRANSFER_BYTES, 4 * target.shape[1]))
+        for start in range(0, len(needed), step):
+            part = needed[start : start + step]
+            for index, array in zip(part, ray.get([self.refs[k] for k in part]), strict=True):
+                here = np.flatnonzero(transfer == index)
+                _copy_rows_(target, rows[here], as_tensor(array), positions[here])
 
-    def call_engine(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        """Call a method of this worker's engine."""
-        return method(self.engine, *arguments)
 
-    def _with_states(self, agents: AgentIds, state: AgentState) -> AgentState:
-        """Replace the states of rules by those that this worker keeps, from the second call on."""
-        pairs = zip(agents.tolist(), state.rule_states, strict=True)
-        rule_states = tuple(self.states.get(agent, initial) for agent, initial in pairs)
-        return dataclasses.replace(state, rule_states=rule_states)
+def max_received(
+    spec: RunSpec, adversary: Adversary, agents: Sequence[int], crafted_per_attacker: int
+) -> int:
+    """Return the largest number of models that a worker's agents receive of others in a round.
 
-    def _without_states(self, agents: AgentIds, state: AgentState) -> AgentState:
-        """Keep the states of rules, and replace them by empty ones."""
-        # The states can be large, so that they do not travel in each round.
-        self.states.update(zip(agents.tolist(), state.rule_states, strict=True))
-        return dataclasses.replace(state, rule_states=({},) * len(agents))
+    Each model is counted once.
+    """
+    others = spec.num_agents - len(agents)
+    is_malicious = adversary.malicious
+    attackers_elsewhere = int(is_malicious.sum() - is_malicious[list(agents)].sum())
+    crafted = crafted_per_attacker * attackers_elsewhere
+    # Each agent asks as many peers as it may, or each model of another worker arrives.
+    return min(len(agents) * spec.max_asked, others + crafted)
 
 
 def as_tensor(array: Any) -> Tensor:
@@ -212,7 +219,7 @@ def as_tensor(array: Any) -> Tensor:
 def _copy_rows_(
     target: Float[Tensor, "q d"], to: Indices, source: Float[Tensor, "p d"], rows: Indices
 ) -> None:
-    if source.shape[1] < MIN_FOREACH_SIZE:
+    if source.shape[1] < MIN_FOREACH_SIZE or not len(rows):
         target[torch.from_numpy(to)] = source[torch.from_numpy(rows)].to(target)
         return
     torch._foreach_copy_(  # without a temporary copy of all rows

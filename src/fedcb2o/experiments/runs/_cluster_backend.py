@@ -84,8 +84,7 @@ class ClusterBackend:
 
         A RunError says that a node lacks memory, or that no node has the device.
         """
-        from fedcb2o.ray_backend._placement import list_nodes, place_groups
-        from fedcb2o.ray_backend._sharding import shard_agents
+        from fedcb2o.ray_backend._placement import list_nodes, place_groups, shard_agents
 
         device = prepared.experiment.device
         nodes = list_nodes(prepared.experiment.resolved.imported_names(), device)
@@ -150,15 +149,12 @@ class ClusterBackend:
 
         It has the bytes between groups and nodes, and the seconds of each group.
         """
-        actors = engine.actors
         measured = {
-            "lent": actors.loaned_bytes,
-            "moved": actors.moved_bytes,
-            "blocks": actors.seconds.tolist(),
+            "lent": engine.loaned_bytes,
+            "moved": engine.moved_bytes,
+            "blocks": engine.seconds.tolist(),
         }
-        actors.loaned_bytes = 0
-        actors.moved_bytes = 0
-        actors.seconds = np.zeros_like(actors.seconds)
+        engine.reset_traffic()
         return measured
 
 
@@ -225,9 +221,8 @@ class Placement:
         The second number is that of the object store, for the data, for loaned rows and for copies
         of rows of other nodes. The first one is for processes and models.
         """
-        from fedcb2o.ray_backend._sharding import max_received
         from fedcb2o.ray_backend._transfers import OBJECT_OVERHEAD_BYTES
-        from fedcb2o.ray_backend._worker import MAX_PINNED_BYTES
+        from fedcb2o.ray_backend._worker import MAX_PINNED_BYTES, max_received
 
         spec = prepared.spec
         adversary = prepared.adversary
