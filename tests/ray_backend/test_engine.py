@@ -325,7 +325,7 @@ def test_an_actor_error_is_not_a_lost_worker(cluster):
         ray.get(refs)
     none, first = Ragged.empty(0), Ragged.from_arrays([np.zeros(1, np.int64)])
     with pytest.raises(RunError, match=message) as raised_by_call:
-        engine.call(AgentWorker.import_rows, [(none, none), (first, first)], [[], refs])
+        engine.call(AgentWorker.import_rows, [(none,), (first,)], [[], refs])
     assert raised.type is raised_by_call.type is RunError
 
 

@@ -4,12 +4,11 @@ It has the group of all agents with an empty model buffer: a row of that buffer 
 some worker's buffer. Losses and decisions are all that the workers send to it.
 """
 
-import dataclasses
 import functools
 import itertools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -44,14 +43,9 @@ STREAM_BYTES = 2**26  # of models that are on their way from or to a checkpoint 
 
 @dataclass(frozen=True)
 class LoanedRows:
-    """Rows of other workers that a worker may read.
-
-    For each transfer in `refs`, `positions` are those of the worker's rows in it, and `rows` their
-    numbers in the buffer of all agents.
-    """
+    """Transfers that a worker may read, with their rows in the buffer of all agents."""
 
     refs: list[Any]
-    positions: Ragged
     rows: Ragged
 
 
@@ -186,26 +180,26 @@ class RayEngine:
 
         # 2. The place of each row in the buffer of the worker that receives it.
         wanted = []
-        places = []
+        arrivals = []
         for worker, part in enumerate(self.parts):
             rows = np.unique(np.concatenate([inbox.rows for inbox in inboxes[part]]))
             foreign = rows[self.owner[rows] != worker]
-            place = self.row.copy()
-            place[foreign] = self.first_received[worker] + np.arange(len(foreign))
+            arrival = np.full(len(self.row), -1)
+            arrival[foreign] = self.first_received[worker] + np.arange(len(foreign))
             wanted.append(foreign)
-            places.append(place)
+            arrivals.append(arrival)
 
         # 3. The transfer of the rows that another worker has.
         loans = self._loan_rows(wanted)
         tasks = []
-        for place, loan in zip(places, loans, strict=True):
-            tasks.append((Ragged(place[loan.rows.values], loan.rows.sizes), loan.positions))
+        for arrival, loan in zip(arrivals, loans, strict=True):
+            tasks.append((Ragged(arrival[loan.rows.values], loan.rows.sizes),))
         self.call(AgentWorker.import_rows, tasks, [loan.refs for loan in loans])
 
         local = []
-        for place, part in zip(places, self.parts, strict=True):
-            for inbox in inboxes[part]:
-                local.append(dataclasses.replace(inbox, rows=Rows(place[inbox.rows])))
+        for arrival, part in zip(arrivals, self.parts, strict=True):
+            place = np.where(arrival < 0, self.row, arrival)
+            local += [replace(inbox, rows=Rows(place[inbox.rows])) for inbox in inboxes[part]]
         return local
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
@@ -245,7 +239,7 @@ class RayEngine:
             is_wanted[agents] = False
             wanted.append(np.flatnonzero(is_wanted))
         loans = self._loan_rows(wanted)
-        tasks = [(n, is_finite, loan.rows, loan.positions) for loan in loans]
+        tasks = [(n, is_finite, loan.rows) for loan in loans]
         refs = [loan.refs for loan in loans]
         return functools.reduce(operator.or_, self.call(AgentWorker.craft_models, tasks, refs))
 
@@ -256,7 +250,7 @@ class RayEngine:
         by_worker = self.call(operator.attrgetter("states"), [()] * len(self.handles))
         states = functools.reduce(operator.or_, by_worker)
         rule_states = tuple(states[agent] for agent in range(self.spec.num_agents))
-        return dataclasses.replace(state, rule_states=rule_states)
+        return replace(state, rule_states=rule_states)
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Yield parts of the models of all agents, in whole cache lines.
@@ -281,8 +275,7 @@ class RayEngine:
             refs = []
             for worker in range(len(self.handles)):
                 own = ids[self.owner[ids] == worker]
-                positions = Ragged.from_arrays([np.arange(len(own))])
-                tasks.append((Ragged(self.row[own], positions.sizes), positions))
+                tasks.append((Ragged.from_arrays([self.row[own]]),))
                 with translate_ray_errors():
                     content = models[torch.from_numpy(own), : self.spec.dim]
                     refs.append([ray.put(content.numpy())])
@@ -295,15 +288,13 @@ class RayEngine:
         loans = []
         for worker in range(len(self.handles)):
             own = [(transfer, ref) for transfer, ref in exported if worker in transfer.receivers]
-            positions = [transfer.receivers[worker] for transfer, _ in own]
-            rows = [transfer.rows[transfer.receivers[worker]] for transfer, _ in own]
-            refs = [ref for _, ref in own]
-            loans.append(LoanedRows(refs, Ragged.from_arrays(positions), Ragged.from_arrays(rows)))
+            rows = Ragged.from_arrays([transfer.rows for transfer, _ in own])
+            loans.append(LoanedRows([ref for _, ref in own], rows))
 
-        self.loaned_bytes += self.row_bytes * sum(len(loan.rows.values) for loan in loans)
+        self.loaned_bytes += self.row_bytes * sum(map(len, wanted))
         for transfer in plan:
             # The workers on one node share a store.
-            nodes = set(self.nodes[list(transfer.receivers)]) - {self.nodes[transfer.owner]}
+            nodes = set(self.nodes[transfer.receivers]) - {self.nodes[transfer.owner]}
             self.moved_bytes += self.row_bytes * len(transfer.rows) * len(nodes)
         return loans
 

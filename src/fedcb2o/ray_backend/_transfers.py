@@ -1,7 +1,7 @@
 """Plan of the transfers of model rows between workers: each node receives each row at most once.
 
 >>> plan = plan_transfers(np.array([0, 0, 1]), [np.array([2]), np.array([0])], np.array([0, 1]), 4)
->>> [(transfer.owner, transfer.rows.tolist(), list(transfer.receivers)) for transfer in plan]
+>>> [(transfer.owner, transfer.rows.tolist(), transfer.receivers) for transfer in plan]
 [(1, [2], [0]), (0, [0], [1])]
 """
 
@@ -11,8 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 from jaxtyping import Int
 
-from fedcb2o.federated import Indices
-
 MAX_TRANSFER_BYTES = 2**24  # of an object in the store with several rows
 OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and finding an object
 
@@ -21,13 +19,12 @@ OBJECT_OVERHEAD_BYTES = 2**22  # whose copying takes as long as creating and fin
 class RowTransfer:
     """Rows of one worker that are put into the store as one object.
 
-    `rows` are numbers in the buffer of all agents. `receivers` has the positions in `rows` that
-    each receiving worker takes.
+    `rows` are numbers in the buffer of all agents. Each of the receiving workers takes some.
     """
 
     owner: int
     rows: Int[np.ndarray, " _k"]
-    receivers: dict[int, Indices]
+    receivers: list[int]
 
 
 def plan_transfers(
@@ -48,15 +45,13 @@ def plan_transfers(
     destinations = [nodes >= 0] if is_large else [nodes == node for node in np.unique(nodes)]
     transfers = []
     for is_destination in destinations:
-        workers = np.flatnonzero(is_destination).tolist()
+        workers = np.flatnonzero(is_destination)
         requested = np.unique(np.concatenate([wanted[worker] for worker in workers]))
         for sender in np.unique(owner[requested]).tolist():
             rows = requested[owner[requested] == sender]
-            wants = [np.isin(rows, wanted[worker], assume_unique=True) for worker in workers]
+            is_wanted = np.stack([np.isin(rows, wanted[worker]) for worker in workers])
             for start in range(0, len(rows), max_rows):
                 part = slice(start, start + max_rows)
-                positions = [np.flatnonzero(wanted_rows[part]) for wanted_rows in wants]
-                pairs = zip(workers, positions, strict=True)
-                receivers = {worker: places for worker, places in pairs if len(places)}
+                receivers = workers[is_wanted[:, part].any(1)].tolist()
                 transfers.append(RowTransfer(sender, rows[part], receivers))
     return transfers

@@ -140,19 +140,18 @@ class AgentWorker:
         n: int,
         is_finite: Bool[np.ndarray, " N"],
         ids: Ragged,
-        positions: Ragged,
     ) -> dict[int, Float[np.ndarray, " r"]]:
         """Craft the models of this worker's attackers, who see models of other workers.
 
-        For each transfer, `ids` are the agents of these models, and `positions` their rows in it.
-        Returns the largest absolute values of each attacker's models, by its id.
+        `ids` are the agents of the models in each transfer. Returns the largest absolute values of
+        each attacker's models, by its id.
         """
         group = self.engine.group
         transfer = np.full(group.spec.num_agents, -1)  # of each agent's model; -1: the buffer
         row = np.full(group.spec.num_agents, -1)
         row[group.agents] = group.layout.own
         transfer[ids.values] = ids.list_index
-        row[ids.values] = positions.values
+        row[ids.values] = _positions(ids)
 
         # Read anew for each attacker, because the models of all agents may not fit in memory.
         def peek(asked: list[int]) -> Float[Tensor, "m d"]:
@@ -176,9 +175,11 @@ class AgentWorker:
             arrays.append(self.models[index].cpu().numpy())
         return arrays if len(arrays) > 1 else arrays[0]
 
-    def import_rows(self, rows: Ragged, positions: Ragged) -> None:
-        """Copy the rows at `positions` in each transfer to `rows` of the buffer."""
-        self._receive_(self.models, rows.values, rows.list_index, positions.values)
+    def import_rows(self, rows: Ragged) -> None:
+        """Copy the rows of each transfer to `rows` of the buffer; those with -1 are for others."""
+        own = np.flatnonzero(rows.values >= 0)
+        transfer = rows.list_index[own]
+        self._receive_(self.models, rows.values[own], transfer, _positions(rows)[own])
 
     def _receive_(
         self, target: Float[Tensor, "q d"], rows: Indices, transfer: Indices, positions: Indices
@@ -207,6 +208,12 @@ def max_received(
     crafted = crafted_per_attacker * attackers_elsewhere
     # Each agent asks as many peers as it may, or each model of another worker arrives.
     return min(len(agents) * spec.max_asked, others + crafted)
+
+
+def _positions(lists: Ragged) -> Indices:
+    """Return the position of each number in its list."""
+    positions: Indices = np.arange(len(lists.values)) - lists.offsets[lists.list_index]
+    return positions
 
 
 def as_tensor(array: Any) -> Tensor:
