@@ -45,13 +45,14 @@ def plan_transfers(
     destinations = [nodes >= 0] if is_large else [nodes == node for node in np.unique(nodes)]
     transfers = []
     for is_destination in destinations:
-        workers = np.flatnonzero(is_destination)
+        workers = np.flatnonzero(is_destination).tolist()
         requested = np.unique(np.concatenate([wanted[worker] for worker in workers]))
         for sender in np.unique(owner[requested]).tolist():
             rows = requested[owner[requested] == sender]
             is_wanted = np.stack([np.isin(rows, wanted[worker]) for worker in workers])
             for start in range(0, len(rows), max_rows):
                 part = slice(start, start + max_rows)
-                receivers = workers[is_wanted[:, part].any(1)].tolist()
+                takes_some = np.flatnonzero(is_wanted[:, part].any(1)).tolist()
+                receivers = [workers[k] for k in takes_some]
                 transfers.append(RowTransfer(sender, rows[part], receivers))
     return transfers
