@@ -11,8 +11,7 @@ def set_reproducible(processors: Path = Path("/proc/cpuinfo")) -> None:
     """Ask MKL for reproducible products on processors of AMD (Linux).
 
     There the rounding of a product depends on the alignment of its factors, so that one agent alone
-    and in a group of agents would differ. The products take up to a tenth longer. MKL reads the
-    variable when it first computes; a value that is set already stays.
+    and in a group of agents would differ. The products take up to a tenth longer.
     """
     try:
         text = processors.read_text(encoding="utf-8", errors="replace")

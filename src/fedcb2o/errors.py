@@ -59,24 +59,14 @@ class RemovedError(RunError):
 
 
 def describe_type(value: object) -> str:
-    """Return the type of a value for messages.
-
-    A function without `return` returns None, so that None is called by its name.
-
-    Example:
-        >>> describe_type(None), describe_type([])
-        ('None', 'a list')
-    """
+    """Return "a list" or "None": a function without `return` returns None."""
     if value is None:
         return "None"
     return f"a {type(value).__name__}"
 
 
 def require(name: str, value: T, is_valid: bool, requirement: str) -> T:
-    """Return a valid value of a parameter; raise ConfigError for an invalid one.
-
-    `requirement` has the valid values in words, after "must be".
-    """
+    """Return a valid value; raise ConfigError for one that is not as `requirement` says."""
     if not is_valid:
         raise ConfigError(f"`{name}` must be {requirement}, got {value}")
     return value

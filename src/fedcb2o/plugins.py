@@ -58,17 +58,12 @@ T = TypeVar("T")
 
 
 def did_you_mean(word: str, words: Iterable[str]) -> str:
-    """Return ' Did you mean `x`?' for the words most similar to `word`.
+    """Return ' Did you mean `x`?' for the words most similar to `word`; empty without any.
 
     The search tries, in this order: words with a typing error; up to three words that contain
     `word`, have a part like it, or are abbreviated by it ("geomed": `geometric_median`); words that
-    are only roughly similar. Only the last part of a dotted word counts. Of dotted words with the
-    same last part, the last one is suggested. The sentence begins with a space; it is empty where
-    no word is similar.
-
-    Example:
-        >>> did_you_mean("medain", ["mean", "median"])
-        ' Did you mean `median`?'
+    are only roughly similar. Only the last part of a dotted word counts, and of equal ones the last
+    word.
     """
     by_last_part = {name.rpartition(".")[2]: name for name in words}
     matches = (
@@ -122,11 +117,9 @@ def label(function: str | PluginFunction) -> str:
 
 
 def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) -> PluginFunction:
-    """Return the function that a configuration names.
+    """Return the function that a name in `namespace.__all__`, an import path, or a function names.
 
-    `name` is a name in the `__all__` of `namespace`, "package.module:function", or a function.
-    `kind` is a word for messages, such as "attack". Raises ConfigError where there is no such
-    function or its import fails.
+    `kind` is a word for messages, such as "attack".
     """
     if not isinstance(name, str):
         if not callable(name):
@@ -180,10 +173,7 @@ def _import_function(kind: str, name: str) -> PluginFunction:
 
 
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:
-    """Return a user's function whose failures are ConfigErrors with its name and line.
-
-    The result has the same signature. `function` may be a `functools.partial`.
-    """
+    """Return a user's function or partial whose failures are ConfigErrors with its line."""
     # The function inside is wrapped, so that the result is a partial with the same keywords.
     if isinstance(function, functools.partial):
         wrapped = wrap_user_function(kind, name, function.func)
@@ -199,10 +189,7 @@ def wrap_user_function(kind: str, name: str, function: PluginFunction) -> Plugin
 
 
 def display_name(kind: str, function: PluginFunction) -> str:
-    """Return the name of a plug-in in messages.
-
-    It is `kind`, followed by the name if the function is a user's.
-    """
+    """Return `kind` for messages, followed by the name if the function is a user's."""
     name = USER_FUNCTION.get(function)
     return kind if name is None else f"{kind} `{name}`"
 
@@ -219,7 +206,7 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
 
     SystemExit and other silent exits count as failures; Ctrl-C does not. PyTorch settings that the
     block changes are restored, because the bits of other results depend on them. The message names
-    the failing line of `file`, the source of the plug-in.
+    the failing line of `file`.
     """
     original = [getter() for getter, _ in PYTORCH_SETTINGS]
     try:
@@ -241,14 +228,7 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
 
 
 def foreign_names_in(value: Any) -> Iterator[str]:
-    """Yield every text in tables that may be an import path, a file, or a model to download.
-
-    Such texts have a colon, as in "package.module:function", a slash or a tilde, or are the `base`
-    of a language model.
-
-    >>> list(foreign_names_in({"model": {"name": "mlp"}, "rules": ["mine:rule"]}))
-    ['mine:rule']
-    """
+    """Yield every text in tables that may be an import path, a file, or a model to download."""
     if isinstance(value, Mapping):
         base = value.get("base")
         if isinstance(base, str) and base not in _BUILT_IN_BASES:
@@ -364,10 +344,7 @@ def positional_inputs(function: PluginFunction) -> tuple[str, ...]:
 def extra_inputs(
     kind: str, function: PluginFunction, known: Iterable[str], first: int
 ) -> tuple[str, ...]:
-    """Return the positional inputs from number `first` on.
-
-    ConfigError is raised for one that is not among the known ones.
-    """
+    """Return the positional inputs from number `first` on, which must be known ones."""
     names = positional_inputs(function)[first:]
     for name in names:
         if name not in known:
@@ -387,8 +364,7 @@ def bind(
 ) -> dict[str, Any]:
     """Check parameter values from a configuration against a function's signature.
 
-    Parameters of `deferred` may be missing, because the program sets them later. An unknown or
-    missing parameter, and one of a wrong type, is a ConfigError.
+    Parameters of `deferred` may be missing, because the program sets them later.
     """
     function_name = getattr(function, "__name__", None)
     if not function_name:
@@ -449,11 +425,7 @@ def resolve_and_bind(
     *,
     deferred: Iterable[str] = (),
 ) -> functools.partial[Any]:
-    """Return the function of a choice with its checked parameters.
-
-    A choice is a name, a function, or a table {name = ..., parameter = ...}. See `resolve` and
-    `bind` for the other arguments and the errors.
-    """
+    """Return the function of a name or a table {name = ..., parameter = ...}, bound."""
     table: dict[str, Any] = {"name": choice}
     if isinstance(choice, Mapping):
         table = dict(choice)
@@ -465,15 +437,9 @@ def resolve_and_bind(
 
 
 def to_python(value: Any, *, arrays: bool = True) -> Any:
-    """Return settings with Python's numbers, texts and lists in place of other types.
+    """Return settings with Python's types in place of NumPy's numbers, and of paths.
 
-    Numbers of NumPy, arrays and tensors of one number, and paths are converted. Arrays and tensors
-    stay without `arrays`, and values of all other types always do.
-
-    Example:
-        >>> import numpy as np
-        >>> to_python({"seeds": np.arange(2), "gamma": np.float32(0.5)})
-        {'seeds': [0, 1], 'gamma': 0.5}
+    Arrays and tensors become lists, unless `arrays` is False; values of all other types stay.
     """
     if isinstance(value, Mapping):
         return {
@@ -495,9 +461,7 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
 def _validate(annotation: Any, value: Any) -> Any:
     """Return the value as its annotation has it, read as JSON.
 
-    A list may be a tuple and 5 may be 5.0, but "5" and true are not numbers. Values that JSON
-    cannot write (a function) are validated as Python objects. Arrays are lists for a function that
-    takes no arrays.
+    A list may be a tuple and 5 may be 5.0, but "5" and true are not numbers.
     """
     config = ConfigDict(arbitrary_types_allowed=True, allow_inf_nan=False)
     adapter = TypeAdapter(annotation, config=config)

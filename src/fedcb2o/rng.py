@@ -52,19 +52,13 @@ def _generator(name: str) -> np.random.Generator:
 
 
 class _Key(ISeedSequence):
-    """Key for Philox, passed as a seed sequence.
-
-    With its argument `key`, Philox first asks the system for a seed, which doubles its time.
-    """
+    """Key for Philox as a seed sequence: as `key`, it would first ask the system for a seed."""
 
     def __init__(self, digest: bytes) -> None:
         self.digest = digest
 
     def generate_state(self, n_words: int, dtype: Any = np.uint32) -> NDArray[Any]:
-        """Return the words of the key.
-
-        The words are unsigned 64-bit integers, as Philox reads them, whatever `dtype` says.
-        """
+        """Return the words of the key, unsigned 64-bit integers whatever `dtype` says."""
         return np.frombuffer(self.digest, _WORD, n_words)
 
 

@@ -43,10 +43,7 @@ _CREATE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def describe_kind(mode: int) -> str:
-    """Return the kind of a directory entry for messages, such as "a FIFO".
-
-    `mode` is `st_mode`.
-    """
+    """Return the kind of a directory entry by its `st_mode`, such as "a FIFO"."""
     return _KINDS.get(stat.S_IFMT(mode), "a regular file")
 
 
@@ -55,10 +52,9 @@ def open_regular(
 ) -> BinaryIO:
     """Open a regular file for reading, without waiting.
 
-    The kind is checked before and after opening, because opening a device has effects of its own.
-    With `follow_links`, for a path that the user named, a link to a regular file is accepted. The
-    link in a folder of others is refused. `folder` is the descriptor of an open folder, to which
-    `path` is relative. `strerror` of an OSError says which check failed.
+    With `follow_links`, for a path that the user named, a link to a regular file is accepted.
+    `folder` is the descriptor of an open folder, to which `path` is relative. `strerror` of an
+    OSError says which check failed.
     """
     _check_regular(os.stat(path, dir_fd=folder, follow_symlinks=follow_links), path)
     descriptor = os.open(path, _READ | (0 if follow_links else os.O_NOFOLLOW), dir_fd=folder)
@@ -78,10 +74,7 @@ def check_regular(path: Path | str, *, follow_links: bool = False) -> None:
 def read_regular(
     path: Path | str, max_bytes: int, *, follow_links: bool = False, folder: int | None = None
 ) -> bytes:
-    """Read a regular file as a whole; an OSError if it has more than `max_bytes`.
-
-    See `open_regular` for the other arguments.
-    """
+    """Read a regular file as `open_regular` opens it; OSError beyond `max_bytes`."""
     with open_regular(path, follow_links=follow_links, folder=folder) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
@@ -90,19 +83,12 @@ def read_regular(
 
 
 def create_exclusive(path: Path | str, mode: int = 0o600, *, folder: int | None = None) -> int:
-    """Create a file and open it for writing.
-
-    An existing entry of this name, also a link to nowhere, is an error. `mode` is before the umask.
-    `folder` is as in `open_regular`.
-    """
+    """Create a file and open it for writing; any entry of this name is an error."""
     return os.open(path, _CREATE, mode, dir_fd=folder)
 
 
 def open_append(path: Path | str, mode: int = 0o600) -> int:
-    """Open a regular file for appending, and create it where it is missing.
-
-    A file with a second name is refused: what is appended would change another file.
-    """
+    """Open or create a regular file for appending; one with a second name is refused."""
     try:
         descriptor = os.open(path, _APPEND, mode)
     except OSError:
@@ -121,10 +107,9 @@ def open_append(path: Path | str, mode: int = 0o600) -> int:
 
 
 def owner_of_new_files(folder: Path | str) -> int | None:
-    """Return the user that owns the files that this process creates in a folder.
+    """Return the user that owns new files in a folder; None for the superuser.
 
-    It is this process's user; a network mount may store another one. None stands for the superuser,
-    who may work in the folders of all users.
+    It is this process's user; a network mount may store another one.
     """
     user = os.geteuid()
     if user == 0:
@@ -146,10 +131,7 @@ def is_own_folder(path: Path | str) -> bool:
 
 
 def open_folder(path: Path | str, *, follow_links: bool = False, folder: int | None = None) -> int:
-    """Open a folder, as the base of relative paths that no exchanged link can redirect.
-
-    The arguments are as in `open_regular`.
-    """
+    """Open a folder, as the base of relative paths that no exchanged link can redirect."""
     status = os.stat(path, dir_fd=folder, follow_symlinks=follow_links)
     if not stat.S_ISDIR(status.st_mode):
         kind = describe_kind(status.st_mode)

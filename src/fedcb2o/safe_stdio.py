@@ -2,11 +2,6 @@
 
 A reader leaves (`| head -1`), a disk is full, a terminal is gone, a stream was closed from the
 start (`>&-`). The work continues, and the stream remembers the first error.
-
-Example:
-    >>> with safe_streams():
-    ...     print("a line")
-    a line
 """
 
 import codecs
@@ -22,15 +17,7 @@ _ERROR_HANDLER = "fedcb2o_escape"
 
 
 def encodable(text: str, encoding: str | None) -> str:
-    r"""Return a text in which characters that an encoding lacks are escaped.
-
-    They become \uXXXX or \UXXXXXXXX, as in strings of TOML and Python. A stream of text has no
-    encoding: None.
-
-    Example:
-        >>> print(encodable("±2 %", "ascii"))
-        \u00b12 %
-    """
+    r"""Return a text in which characters that an encoding lacks are escaped as in Python."""
     if encoding is None:
         return text
     return text.encode(encoding, _ERROR_HANDLER).decode(encoding)
@@ -48,10 +35,7 @@ codecs.register_error(_ERROR_HANDLER, _escape_characters)
 
 
 class SafeStream:
-    """A text stream that never fails to write.
-
-    `error` is the first error that caused text to be dropped.
-    """
+    """A text stream that never fails to write; `error` is the first that dropped text."""
 
     def __init__(self, stream: Any, error: OSError | None = None) -> None:
         self.stream = stream
@@ -61,10 +45,7 @@ class SafeStream:
         return getattr(self.stream, name)
 
     def write(self, text: str) -> int:
-        """Write text, escaped where the encoding lacks a character, or drop it.
-
-        Returns the number of characters, even of dropped text.
-        """
+        """Write text, escaped where the encoding lacks a character, or drop it."""
         self._try("write", text)
         return len(text)
 
@@ -113,8 +94,8 @@ def install_safe_streams() -> None:
 def safe_streams() -> Iterator[None]:
     """Use safe streams in a `with` block, or in a function by `@safe_streams()`.
 
-    Of blocks that overlap, nested or in several threads, the first one replaces the streams and the
-    last one restores them.
+    Of blocks that overlap, in several threads too, the first one replaces the streams and the last
+    one restores them.
     """
     with _blocks.lock:
         if not _blocks.depth:
@@ -169,10 +150,7 @@ def _safe_stream(stream: Any, descriptor: int) -> SafeStream:
 
 
 def _open_closed_descriptors() -> None:
-    """Open the null device for closed standard descriptors.
-
-    Otherwise files of a run would get these numbers, and the prints of libraries with them.
-    """
+    """Open the null device for closed descriptors, whose numbers files would get."""
     for descriptor in range(3):
         try:
             os.fstat(descriptor)

@@ -37,7 +37,7 @@ def to_tensor(source: str, values: Any) -> Tensor:
 
     Types of PyTorch stay as they are; other number types become float64 or int64. Only tensors
     share their memory with the user's. `source` starts the message of a ConfigError, such as "`x0`
-    holds" or "the function m:f returned".
+    holds".
     """
     if type(values) is np.ndarray and values.dtype is _FLOAT64:
         return torch.from_numpy(values.copy())
@@ -67,10 +67,7 @@ def returned_tensor(name: str, values: Any) -> Tensor:
 
 
 def to_array(source: str, values: Any) -> np.ndarray:
-    """Convert values to a NumPy array of real numbers, as `to_tensor` does.
-
-    The array is new, in the order of C and of a type that PyTorch has.
-    """
+    """Convert values as `to_tensor` does, to a new array in the order of C."""
     if values is None:
         raise ConfigError(f"{source} None, expected numbers: is a `return` missing?")
     try:

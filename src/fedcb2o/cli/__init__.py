@@ -122,10 +122,8 @@ def _root(
 def main() -> None:
     """Run the command line.
 
-    An error that the user can correct is one line and exit status 2 or 3, without a traceback. With
-    `--log-format json` or `--log-file` the end is a log line too. A command that makes files
-    returns their paths, and succeeds even if its output is lost. A command that only prints fails
-    if its output is lost.
+    An error that the user can correct is one line and exit status 2 or 3, without a traceback. A
+    command that makes files returns their paths, and succeeds even if its output is lost.
     """
     signals = SignalGuard()
     try:

@@ -1,8 +1,4 @@
-"""Shell completion of built-in names and files, without PyTorch.
-
->>> trackers("t")
-['tensorboard']
-"""
+"""Shell completion of built-in names and files, without PyTorch."""
 
 from importlib import resources
 from pathlib import Path

@@ -1,8 +1,4 @@
-"""Help of the commands: flags without a type, rare options in a panel of their own.
-
->>> Command.__name__
-'Command'
-"""
+"""Help of the commands: flags without a type, rare options in a panel of their own."""
 
 from typing import Any
 

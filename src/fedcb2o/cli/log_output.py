@@ -89,10 +89,7 @@ def _open_private(path: str) -> int:
 
 @contextlib.contextmanager
 def stderr_logging() -> Iterator[None]:
-    """Print log lines to standard error within this context.
-
-    The package's own warnings, and errors that end a thread, are log lines too.
-    """
+    """Print log lines, own warnings, and errors that end a thread to standard error."""
     level = _LOGGER.level
     handlers = list(_LOGGER.handlers)
     _LOGGER.addHandler(_StderrHandler())
@@ -133,10 +130,7 @@ def _log_own_warnings(show_other: Any) -> Any:
 
 
 def configure_logs(log_format: LogFormat, file: Path | None) -> None:
-    """Choose the format of log lines and a file for them.
-
-    A `file` takes the place of standard error. It is renamed at 10 MiB, and five old ones are kept.
-    """
+    """Choose the format of log lines, and a file in place of standard error."""
     (handler,) = [one for one in _LOGGER.handlers if isinstance(one, _StderrHandler)]
     chosen: logging.Handler = handler
     if file is not None:
@@ -149,10 +143,7 @@ def configure_logs(log_format: LogFormat, file: Path | None) -> None:
 
 
 def log_end(message: str, level: int, error: BaseException | None = None) -> bool:
-    """Log the end of a command, if log lines are JSON or go to a file.
-
-    Returns True if the line went to standard error.
-    """
+    """Log the end of a command where logs are JSON or a file; True if it was printed."""
     if not has_log_settings():
         return False
     _LOGGER.log(level, "%s", message, exc_info=error)
@@ -171,10 +162,7 @@ def has_log_settings() -> bool:
 
 
 def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:
-    """Choose the log lines that are printed.
-
-    `quiet` wins over `verbose`: only errors are printed.
-    """
+    """Choose the log lines that are printed; `quiet` (errors only) wins over `verbose`."""
     if quiet:
         _LOGGER.setLevel(logging.ERROR)
     elif verbose:
@@ -182,10 +170,7 @@ def set_verbosity(*, verbose: bool = False, quiet: bool = False) -> None:
 
 
 def is_quiet() -> bool:
-    """Return True if only errors are printed.
-
-    Progress lines are dropped then.
-    """
+    """Return True if only errors are printed, and no progress."""
     return not _LOGGER.isEnabledFor(logging.INFO)
 
 

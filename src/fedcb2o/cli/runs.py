@@ -402,11 +402,7 @@ def report(
 
 
 def _foreign_name(runs: list["Run"], allowed: list[str]) -> str:
-    """Describe the first name in the runs' settings that is not allowed; empty without one.
-
-    Reading models builds the network and the data again, by functions that the sender of a run's
-    folder chose.
-    """
+    """Describe the first name in the runs' settings that is not allowed; empty without one."""
     from fedcb2o import plugins
 
     for run in runs:

@@ -18,8 +18,7 @@ class SignalGuard:
     """Handlers that end a command on SIGTERM and SIGHUP like Ctrl-C.
 
     A signal with another handler keeps it. A command that has begun to end ignores signals for a
-    few seconds. Later it obeys again, because a user's function may have swallowed the first one
-    (`except:`).
+    few seconds; later it obeys again, because a user's `except:` may have swallowed the first one.
     """
 
     def __init__(self) -> None:
@@ -41,18 +40,12 @@ class SignalGuard:
 
     @property
     def outcome(self) -> str:
-        """The end of the command in one word.
-
-        "Interrupted" after SIGINT and before any signal; "Terminated" after another signal.
-        """
+        """The status of the work: "Interrupted" by SIGINT or by no signal, else "Terminated"."""
         return "Interrupted" if self.received is signal.SIGINT else "Terminated"
 
     @property
     def exit_status(self) -> int:
-        """The exit status for the signal.
-
-        By the convention of shells it is 128 plus the number of the last signal.
-        """
+        """128 plus the number of the last signal, by the convention of shells."""
         return 128 + self.received
 
     def restore(self) -> None:

@@ -1,9 +1,4 @@
-"""The keys of a configuration, with range, default and meaning.
-
->>> from fedcb2o.experiments.key_table import key_rows
->>> next(row for row in key_rows() if row[0] == "rounds")
-('rounds', 'from 1', 'needed', 'T, the number of rounds')
-"""
+"""The keys of a configuration, with range, default and meaning."""
 
 from collections.abc import Iterator
 from types import NoneType
@@ -32,10 +27,7 @@ _SECTIONS: dict[str, type[BaseModel]] = {
 
 
 def key_rows() -> Iterator[tuple[str, str, str, str]]:
-    """Yield all keys in the order of a file.
-
-    Rows have key, range, default, and meaning in Markdown, with links as from a page in docs.
-    """
+    """Yield key, range, default and meaning in Markdown, in the order of a file."""
     for prefix, section in _SECTIONS.items():
         for name, field in section.model_fields.items():
             if field.description:
@@ -43,10 +35,7 @@ def key_rows() -> Iterator[tuple[str, str, str, str]]:
 
 
 def value_range(field: FieldInfo) -> str:
-    """Describe the values of a key.
-
-    Such as "from 1", "above 0, to 1" or '"random", "stratified"'.
-    """
+    """Describe the values of a key, such as "from 1" or '"random", "stratified"'."""
     text = _texts(field).get("values")
     if text:
         return str(text)

@@ -101,10 +101,7 @@ def schema() -> _Schema:
 
 
 def grid_schema() -> _Schema:
-    """Return the JSON Schema of a grid's file, draft 7.
-
-    Missing keys of a cell are left to the run, which merges the changes of the cell.
-    """
+    """Return the JSON Schema of a grid's file, draft 7; the run finds missing keys."""
     keys = _section_properties(Experiment)
     varied = {key: keys[key] for key in CELL_KEYS}
     changes = {"type": "array", "items": {"$ref": "#/definitions/changes"}, "minItems": 1}
@@ -143,11 +140,7 @@ def grid_schema() -> _Schema:
 
 
 def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
-    """Yield the built-in functions of a kind.
-
-    Rows have the name, the parameters with their defaults, and the first sentences of the
-    docstring.
-    """
+    """Yield name, parameters with defaults, and first sentences of the functions of a kind."""
     for name, function in _catalogue(kind).items():
         parameters = plugins.parameters(function).items()
         texts = [
@@ -164,10 +157,7 @@ def part_names() -> list[str]:
 
 
 def describe_part(name: str) -> str:
-    """Return the docstrings of the built-in functions with a name, after their kinds.
-
-    It is empty if there is no such function.
-    """
+    """Return the docstrings of the built-in functions with a name, after their kinds."""
     texts = [
         f"{kind} {name}\n\n{_docstring(_catalogue(kind)[name])}"
         for kind in KINDS
@@ -299,8 +289,8 @@ def _function_choice(key: str, table: str | None = None) -> _Schema:
 def _function_table(key: str, extra: _Schema) -> _Schema:
     """Return a table of a function's name, its parameters and extra keys.
 
-    Without a name, which a file has from the preset that it extends, the parameters may be those of
-    any function. The parameters of a user's function are not checked.
+    Without a name, which `extends` may give, the parameters may be those of any function. Those of
+    a user's function are not checked.
     """
     functions = _catalogue(key)
     known = {name: _parameter_schemas(function) for name, function in functions.items()}

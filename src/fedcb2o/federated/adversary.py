@@ -276,10 +276,7 @@ class Adversary:
     def benign_adjacency(
         self, neighbours: tuple[Int[Tensor, " _k"], ...] | None
     ) -> Bool[np.ndarray, "b b"]:
-        """Return which benign agents may ask which others of their own cluster.
-
-        Without `neighbours`, each agent may ask all.
-        """
+        """Return which benign agents of a cluster may ask which; without a graph, all."""
         ids = self.benign_ids
         cluster = self.cluster[ids]
         links: np.ndarray = (cluster[:, None] == cluster) & ~np.eye(len(ids), dtype=bool)
@@ -296,11 +293,7 @@ class Adversary:
     def colluding_peers(
         self, agents: Int[np.ndarray, " a"], neighbours: tuple[Int[Tensor, " _k"], ...] | None
     ) -> tuple[CandidatePeers, CandidatePeers]:
-        """Return the peers that colluders may ask, all of their own clusters.
-
-        The first candidates are fellow attackers, the second ones benign agents. Without
-        `neighbours`, each agent may ask all.
-        """
+        """Return the fellows, and the benign agents of their clusters, that colluders may ask."""
         # Agents of a cluster share a list: a copy for each takes time in proportion to its peers.
         clusters, list_index = np.unique(self.cluster[agents], return_inverse=True)
         fellows = [self.members_by_role["fellows", k] for k in clusters.tolist()]

@@ -6,11 +6,6 @@ other buffer.
 
 Samples are on the run's device, as the agents' clusters see them, poisoned where an agent attacks.
 Plug-ins (attacks, triggers, criteria) get samples on the CPU.
-
->>> import numpy as np
->>> layout = BufferLayout.create(np.array([0, 1]), 2, np.array([False, True]), 3, False)
->>> layout.crafted_rows(1)
-slice(2, 5, None)
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -77,11 +72,7 @@ class AgentData:
     value_range: ValueRange = (0.0, 1.0)
 
     def training_data(self, members: Indices, n: int) -> SampleBatch:
-        """Return the training data of members in round n, poisoned where they attack.
-
-        Where members have fewer samples than others, zeros follow. Raises ConfigError if the poison
-        returned other shapes, types or labels.
-        """
+        """Return training data in round n, poisoned by attackers; zeros fill shorter data."""
         sizes = self.train.sizes[members]
         groups = [np.flatnonzero(sizes == size) for size in np.unique(sizes)]
         parts = [self.gather(members[equal], self.train) for equal in groups]
@@ -130,11 +121,7 @@ class AgentData:
         return Shard(x[0], y[0])
 
     def test_sets(self, members: Indices) -> Iterator[tuple[Indices, Shard]]:
-        """Group members by their test set.
-
-        Members of a cluster share a test set, unless agents bring their own. An agent without test
-        samples of its own has the common ones.
-        """
+        """Group members by their test set: their own, that of their cluster, or the common one."""
         if self.own_tests is None:
             cluster = self.cluster[members]
             for k in np.unique(cluster).tolist():
@@ -155,10 +142,7 @@ class AgentData:
         return self.test.part(self.common_test)
 
     def gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
-        """Return equally many samples of each member, as its cluster sees them, without poison.
-
-        `sample_ids` is `train` or `validation`.
-        """
+        """Return equally many samples of members, as their clusters see them, without poison."""
         flat = sample_ids.values[sample_ids.flat_index(members)]
         index = torch.from_numpy(flat.reshape(len(members), -1))
         x = self.samples.x[index]
@@ -209,10 +193,7 @@ class BufferLayout:
         crafted_per_attacker: int,
         keep_previous: bool,
     ) -> "BufferLayout":
-        """Lay out a buffer: kept models, crafted models, models before the round.
-
-        The rows `own` are below `num_kept`, the number of rows that are kept from round to round.
-        """
+        """Lay out a buffer: `num_kept` models, crafted models, models before the round."""
         # Only attackers have rows for crafted models.
         attackers_before = malicious.cumsum() - malicious
         first_crafted = num_kept + crafted_per_attacker * attackers_before
@@ -244,20 +225,13 @@ class AgentGroup:
         return AgentIds(self.data.agents)
 
     def previous_rows(self, members: Shaped[np.ndarray, "*a"]) -> Int[Tensor, "*a"] | None:
-        """Return the rows of the members' models before the round; None where they are not kept.
-
-        The result has the shape of `members`, which may be one index.
-        """
+        """Return rows of models before the round, in the shape of `members`; None if not kept."""
         if self.layout.previous is None:
             return None
         return torch.from_numpy(np.asarray(self.layout.previous[members]))
 
     def reference(self, k: int) -> Shaped[Tensor, "_k *features"] | None:
-        """Return the samples on which an agent estimates its batch-norm statistics.
-
-        These are at most `MAX_REFERENCE_SAMPLES` evenly spaced training samples, without poison;
-        None for a network without local statistics.
-        """
+        """Return evenly spaced clean samples for local batch-norm statistics; None without any."""
         if not self.spec.has_local_statistics:
             return None
         x = self.data.clean_training_data(k).x

@@ -13,11 +13,6 @@ In round n, agent j asks at most M peers for their models and moves towards thei
 `local_aggregation_` is the algorithm, which a real peer runs, with one function per line. A
 simulation runs `batched_aggregation`, with an axis over agents. Both have the same lines 5 and 6;
 the other lines have counterparts. A test holds the two equal to the bit.
-
->>> from fedcb2o.federated import algorithms
->>> algorithm = algorithms.fedcb2o(kappa=1.0, zeta=0.5)
->>> next_likelihood(algorithm, np.array([1.0]), np.array([0.0])).tolist()
-[1.0]
 """
 
 import dataclasses
@@ -117,10 +112,7 @@ def local_aggregation_(
 
 
 def sample_peers(agent: AgentGroup, P: Contacts, n: int) -> Ragged:
-    """Sample the peers A that the agent asks (alg:localAggregation, line 1).
-
-    A has at most as many ids as the budget M; see `selection.prob_sampling`.
-    """
+    """Sample at most M peers A that the agent asks (alg:localAggregation, line 1)."""
     spec, j = agent.spec, int(agent.agents[0])
 
     candidates = np.arange(spec.num_agents)
@@ -160,11 +152,7 @@ def select_peers(
 def validate(
     agent: AgentGroup, P: Contacts, inbox: Inbox, n: int, oracle: ValidationOracle | None = None
 ) -> CriterionInput:
-    """Compute the validation losses L^i of all models (alg:localAggregation, line 3).
-
-    The inbox has admitted models only. By default, `oracle` answers from the agent's validation
-    data.
-    """
+    """Compute the validation losses L^i of admitted models (alg:localAggregation, line 3)."""
     received = inbox.received()
     own = own_models(agent, _ONLY_MEMBER, n)[0]
     oracle = oracle or ValidationOracle(agent, 0)
@@ -239,8 +227,7 @@ def track_own_likelihood(
 ) -> tuple[Contacts, RuleState]:
     """Update P_n^{j,j} in every round, as the authors' released code does.
 
-    The text updates it in the rounds in which agent j samples itself: contacts and state then stay
-    as they are.
+    The text updates it in the rounds in which agent j samples itself: contacts and state then stay.
     """
     if algorithm.own_likelihood == "sampled":
         return P, state

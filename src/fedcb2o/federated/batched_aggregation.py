@@ -2,15 +2,6 @@
 
 The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
 The result of one agent does not depend on the others of its batch, except the rounding of training.
-
->>> from fedcb2o.federated import algorithms
->>> asked = Ragged.from_arrays([np.array([3, 7])])
->>> losses = np.array([0.0, np.inf])
->>> table = update_likelihoods(
-...     algorithms.fedcb2o(zeta=0.5), ContactTable.empty(1), asked, asked, losses
-... )
->>> table.likelihood.tolist()
-[0.5, 0.0]
 """
 
 from collections.abc import Callable, Sequence
@@ -42,17 +33,11 @@ class BatchEngine(Protocol):
     def map_batches(
         self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
-        """Call `phase.function(group, members, *arguments, n, *shared)` for each batch of agents.
-
-        Each list of arguments has one value per batch, and so has the result.
-        """
+        """Call the phase with (group, members, *arguments, n, *shared) for each batch."""
         ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
-        """Return the models that the agents of each batch receive from the sampled peers.
-
-        `deadline` is in seconds; None without a limit.
-        """
+        """Return what each batch receives from sampled peers, within `deadline` seconds."""
         ...
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
@@ -72,11 +57,10 @@ def aggregate_batches_(
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:localAggregation) for all active agents of an engine.
 
-    It is line 4 of alg:FedCB2O. `deadline` is in seconds; None without a limit. `on_step` is called
-    with "aggregate" after line 6 and with "mix" after line 7. A caller that decides for agents that
-    are not active gives the `sampled` peers of all agents, and changes decisions by `amend_` before
-    line 7. Returns new states and decisions of each batch, and False for benign agents whose model
-    is not finite.
+    It is line 4 of alg:FedCB2O. `on_step` is called with "aggregate" after line 6 and with "mix"
+    after line 7. A caller that decides for agents that are not active gives the `sampled` peers of
+    all agents, and changes decisions by `amend_` before line 7. The last result is False for benign
+    agents whose model is not finite.
     """
     if sampled is None:
         contacts = [state.contacts for state in states]
@@ -152,11 +136,7 @@ def sample_peers(
     n: int,
     active: Bool[np.ndarray, " N"],
 ) -> Ragged:
-    """Sample the peers that active members ask (alg:localAggregation, line 1).
-
-    A member that is not active asks none. ConfigError is raised if a user's selection returned ids
-    that are not among its candidates.
-    """
+    """Sample the peers that active members ask (alg:localAggregation, line 1); others ask none."""
     agents = AgentIds(group.agents[members])
     positions = Positions(np.flatnonzero(active[agents]))
     sampled = _select_peers(group.spec, AgentIds(agents[positions]), contacts.take(positions), n)

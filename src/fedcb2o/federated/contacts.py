@@ -24,10 +24,7 @@ from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 @dataclass(frozen=True)
 class ContactTable:
-    """Contacts of several agents: ascending ids of the peers that each has asked.
-
-    The likelihood P_n^j is NaN for a peer that never answered.
-    """
+    """Contacts of agents: ascending ids, and P_n^j, NaN for a peer that never answered."""
 
     ids: Ragged
     likelihood: Float[np.ndarray, " k"]
@@ -41,10 +38,7 @@ class ContactTable:
 
     @classmethod
     def empty(cls, count: int) -> "ContactTable":
-        """Return the contacts of `count` agents before the first round: none.
-
-        This is the start of rem:sampling_likelihood_init.
-        """
+        """Return no contacts for `count` agents: the start (rem:sampling_likelihood_init)."""
         return cls(Ragged.empty(count), np.zeros(0))
 
     @classmethod
@@ -82,10 +76,7 @@ class ContactTable:
 
 @dataclass(frozen=True)
 class AgentState:
-    """State that several agents carry from one round to the next.
-
-    The state of a rule without memory is empty.
-    """
+    """State that agents carry from round to round; that of a rule without memory is empty."""
 
     contacts: ContactTable
     rule_states: tuple[RuleState, ...]
@@ -108,10 +99,7 @@ class AgentState:
     def updated(
         self, indices: Indices, contacts: ContactTable, rule_states: Sequence[RuleState]
     ) -> "AgentState":
-        """Return the state with new contacts of the agents in `indices`, which ascend.
-
-        The rule states are those of all agents.
-        """
+        """Return the state with new contacts at ascending indices, and all rule states."""
         count = len(self.rule_states)
         if len(indices) < count:
             # Agents that are not in `indices` keep their contacts.
@@ -147,11 +135,7 @@ class CandidatePeers:
         list_index: Indices | None = None,
         excluded: Int[np.ndarray, " a"] | None = None,
     ) -> "CandidatePeers":
-        """Make the candidates of several agents from lists of ascending ids.
-
-        By default each agent has its own list. `excluded` is an id that each agent may not ask,
-        whether in its list or not.
-        """
+        """Make candidates from ascending lists, by default one each, less an `excluded` id."""
         list_index = np.arange(len(ids)) if list_index is None else list_index
         lists = Ragged.from_arrays(ids)
         candidates = cls(lists, list_index, np.full(len(list_index), len(lists.values)))
@@ -188,8 +172,7 @@ class CandidatePeers:
     ) -> tuple[Bool[np.ndarray, " k"], Int[np.ndarray, " f"]]:
         """Find ids among the candidates of agents; `agents` has one index for each id.
 
-        Returns whether each id is a candidate of its agent, and the positions of those that are,
-        counted from 0 among the agent's candidates.
+        Returns whether each id is a candidate of its agent, and the positions of those that are.
         """
         keys = self.lists.values
         list_index = self.list_index[agents]
@@ -222,10 +205,10 @@ class CandidatePeers:
 def match_history(
     state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " m"]
 ) -> tuple[Int[Tensor, " k"], Bool[Tensor, " _s"], Int[Tensor, " _r"]]:
-    """Match the peers in a rule's state with those received now.
+    """Match the peers in a rule's state, under "ids", with those received now.
 
-    The state has its peers under "ids". Returns the ids to keep, ascending; which entries of the
-    state stay; and their positions among the ids.
+    Returns the ids to keep, ascending; which entries of the state stay; and their positions among
+    the ids.
     """
     kept = state.get("ids", ids[:0])
     # A peer under a new identity has no past: entries of an id that is no contact are dropped.

@@ -25,11 +25,7 @@ from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOut
 
 @dataclass(frozen=True)
 class Inbox:
-    """Models that several agents received.
-
-    `ids` are the senders of each agent's models, and `rows` the rows of the model buffer that hold
-    them. `num_samples` is the number of training samples that each sender claims, clipped.
-    """
+    """Senders, buffer rows and clipped claims of samples of models that agents received."""
 
     ids: Ragged
     rows: Rows
@@ -54,11 +50,7 @@ class Inbox:
     def group_by_size(
         self, positions: Positions, *keys: Int[np.ndarray, " a"]
     ) -> Iterator[tuple[Positions, Entries, Received]]:
-        """Group agents that received equally many models.
-
-        `keys` are further numbers, one per agent of the inbox, equal within a group. Yields the
-        positions of the agents, the entries of their models, and the models, shape [a, m].
-        """
+        """Group agents with equally many models, and equal `keys`: positions, entries, models."""
         # One number per combination of size and keys.
         set_keys = np.zeros(len(positions), np.int64)
         for numbers in (self.ids.sizes, *keys):
@@ -117,10 +109,7 @@ class Decisions:
         inbox: Inbox,
         admission: Int[np.ndarray, " m"] | None = None,
     ) -> "Decisions":
-        """Return decisions of agents that keep their models, to be filled in.
-
-        By default all models were admitted. All weights are 0.
-        """
+        """Return decisions of agents that keep their models, to be filled in."""
         if admission is None:
             admission = np.full(len(inbox.rows), ADMITTED)
         return cls(
@@ -139,10 +128,7 @@ class Decisions:
 
     @classmethod
     def concatenate(cls, batches: "Sequence[Decisions]") -> "Decisions":
-        """Return the decisions of all batches, by ascending agent id.
-
-        The batches are disjoint sets of agents.
-        """
+        """Return the decisions of disjoint batches, by ascending agent id."""
         order = np.concatenate([batch.agents for batch in batches]).argsort()
         received = Ragged.concatenate([batch.received for batch in batches])
         indices = dict.fromkeys(("rows", "admission", "weights"), received.flat_index(order))
@@ -171,9 +157,8 @@ class Decisions:
     ) -> None:
         """Validate the output of a rule and store it for the agents at `positions`.
 
-        The output is that of one agent, unless the rule is batched. `entries` are those of their
-        models. ConfigError is raised if the output is not a convex combination, or weighs a model
-        that the rule did not declare to use.
+        `entries` are those of their models. A rule may weigh the model before the round if it
+        declared that.
         """
         algorithm = spec.algorithm
         rule = algorithm.weigh.function

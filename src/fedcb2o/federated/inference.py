@@ -46,11 +46,7 @@ Reference = Shaped[Tensor, "k *features"]
 
 @dataclass(frozen=True)
 class Interpolation:
-    """Points between an agent's own model and received models.
-
-    `own` is the row of the agent's own model, or one row for each of several agents. `share` is
-    that of the way to the received model, in (0, 1].
-    """
+    """Points at a `share` in (0, 1] of the way from own models, in rows `own`, to received ones."""
 
     own: Int[Tensor, "*a"]
     share: float
@@ -121,10 +117,7 @@ def input_gradients(
     models_per_batch: int | None = None,
     reference: Reference | None = None,
 ) -> Float[Tensor, "m n *features"]:
-    """Compute the gradients of an objective of the outputs with respect to the samples.
-
-    ConfigError is raised if the objective, a user's function, fails.
-    """
+    """Compute the gradients of an objective of the outputs with respect to the samples."""
     gradients = []
     start = 0
     with torch.enable_grad():
@@ -146,10 +139,9 @@ def bound_networks(
     reference: Reference | None,
     interpolation: Interpolation | None = None,
 ) -> Iterator[tuple[int, Callable[[Tensor], Tensor]]]:
-    """Iterate over the networks of models, k at a time.
+    """Iterate over networks: k, and a function of samples [1, n, ...] or [k, n, ...].
 
-    Yields k, and a function of samples [1, n, ...] or [k, n, ...], valid until the next one. The
-    other arguments are those of `logits`.
+    It is valid until the next one. The other arguments are those of `logits`.
     """
     dim = models.shape[1]
     layers = dense_layers(module, dim)
@@ -185,11 +177,7 @@ def bound_networks(
 
 
 def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:
-    """Return the forward pass of m networks at once.
-
-    `layers` are the network's `dense_layers`. Dense networks take one batched product per layer,
-    other networks `torch.func.vmap`, under which a convolution has m groups.
-    """
+    """Return the forward pass of m networks: products of dense `layers`, or vmap in groups."""
     return functools.partial(_dense_logits, layers) if layers else _vmapped(module)
 
 
@@ -224,11 +212,7 @@ def _vmapped(module: nn.Module) -> _BatchedForward:
 
 
 def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
-    """Return the layers of a plain dense network; otherwise an empty list.
-
-    A plain dense network flattens its samples and has dense layers with a bias, each used once, and
-    ReLU. `dim` is the length d of a model.
-    """
+    """Return the layers of a network of flatten, dense layers used once, and ReLU; else none."""
     layers = list(module) if type(module) is nn.Sequential else []
     # Batched products would skip hooks, so that a network with hooks is not plain.
     is_plain = all(
@@ -264,11 +248,7 @@ def _dense_logits(
 def per_sample_losses(
     loss: Loss | None, outputs: Float[Tensor, "..."], targets: Shaped[Tensor, "..."], num_axes: int
 ) -> Float[Tensor, "..."]:
-    """Compute and validate the loss of each sample; None is the cross-entropy.
-
-    The first `num_axes` axes index samples, and are those of the result. ConfigError is raised if
-    the loss returned something else than one number per sample.
-    """
+    """Compute and validate losses over the first `num_axes` axes; None is the cross-entropy."""
     shape = targets.shape[:num_axes]
     outputs = outputs.flatten(0, num_axes - 1)
     targets = targets.flatten(0, num_axes - 1)
@@ -307,8 +287,7 @@ def model_losses(
     """Compute the losses L_j and L_{j,c} of m models on one agent's data (eq:benignAgentObj).
 
     Losses that are not a number are infinite. The average over "batches" is the unweighted mean of
-    the means of mini-batches, as in the authors' released code. `loss` None is the cross-entropy.
-    `num_classes` is 1 for data without classes. The other arguments are those of `logits`.
+    the means of mini-batches, as in the authors' released code. `num_classes` is 1 without classes.
     """
     losses = per_agent_losses(
         module,
@@ -343,9 +322,8 @@ def per_agent_losses(
 ) -> Losses:
     """Compute the losses of m models of each of several agents, on the agents' own samples.
 
-    Data without classes (`num_classes` 1) count as one class, and their entropy is NaN.
-    `references` are those of each agent. The other arguments are those of `model_losses` and
-    `logits`.
+    Data without classes count as one class, and their entropy is NaN. The other arguments are those
+    of `model_losses` and `logits`.
     """
     (a, m), n = rows.shape, y.shape[1]
     outputs = models.new_zeros(a, 0, n, num_classes)
@@ -382,11 +360,7 @@ def per_agent_losses(
 def losses_from_samples(
     per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"], num_classes: int | None = None
 ) -> Losses:
-    """Return the losses of m models whose loss on each of an agent's samples is known.
-
-    A loss that is not a number is infinite. Labels count from 0, and by default the largest one is
-    of the last class; the entropy is NaN.
-    """
+    """Return losses from those of samples, without entropy; by default up to the last label."""
     per_sample = per_sample.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
     if num_classes is None:
         num_classes = 1 + int(labels.max()) if len(labels) else 1

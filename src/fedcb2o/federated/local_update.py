@@ -65,10 +65,7 @@ TrainResult = tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]
 
 
 def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
-    """Train the models of a batch of agents in place (alg:FedCB2O, line 3).
-
-    Whether a model changed is known of the first round.
-    """
+    """Train a batch of agents in place (alg:FedCB2O, line 3); tell if the first round did."""
     spec, models, layout = group.spec, group.models, group.layout
     rows = layout.own[members].tolist()
 
@@ -119,10 +116,8 @@ def local_update_(
 ) -> float:
     """Train a model in place (alg:FedCB2O, LocalUpdate); return the mean mini-batch loss.
 
-    The loss is not finite if training diverged. `noise` is that of private gradients
-    (`privacy.noise_multiplier`); None without privacy. Parameters that have `frozen` in their names
-    are not trained. ConfigError is raised if an optimiser replaced parameters in place of changing
-    them.
+    It is not finite if training diverged. `noise` is `privacy.noise_multiplier`; None without
+    privacy. Parameters with `frozen` in their names are not trained.
     """
     bind_(module, theta)
     named = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -170,11 +165,7 @@ def local_update_(
 
 
 def _dense(gradient: Tensor) -> Tensor:
-    """Return a dense gradient whose numbers are in order, as fused SGD reads them.
-
-    The gradient of a channels-last convolution has another order. That of an embedding may be
-    sparse.
-    """
+    """Return a dense gradient whose numbers are in order, as fused SGD reads them."""
     if gradient.is_sparse:
         return gradient.to_dense()
     return gradient.contiguous()
@@ -216,11 +207,10 @@ def batched_local_update_(
     draws: Sequence[np.random.Generator],
     counts: Sequence[int] | None = None,
 ) -> list[float]:
-    """Train several models in place, each on its own samples (alg:FedCB2O, LocalUpdate).
+    """Train several models in place (alg:FedCB2O, LocalUpdate); return their mean losses.
 
-    Returns the mean mini-batch loss of each agent. Of the n samples of an agent, the first `counts`
-    are its own; by default all. A network with dropout draws other numbers than one model at a time
-    does.
+    Each has `counts` of the n samples. A network with dropout draws other numbers than one model at
+    a time does.
     """
     device = thetas.device
     tensors = trainable_stack(module, thetas)
@@ -265,10 +255,7 @@ def batched_local_update_(
 def _make_batched_step(
     module: nn.Module, tensors: Sequence[Tensor], training: Training, device: torch.device
 ) -> tuple[Callable[[tuple[Tensor, ...]], None], list[Tensor]]:
-    """Return the step of the optimiser, and the tensors that the networks read.
-
-    On an NVIDIA GPU in bfloat16 the networks read copies in bfloat16.
-    """
+    """Return the optimiser's step, and tensors to read: copies for bfloat16 on NVIDIA GPUs."""
     lr = training.lambda2 * training.gamma
     parameters = [tensor for tensor in tensors if tensor.requires_grad]
     momentum: list[Tensor] = []
@@ -333,9 +320,8 @@ def training_batches(
 ) -> list[list[int]]:
     """Group agents that have equally many mini-batches, as ascending indices.
 
-    Agents with similar numbers of samples are together. By default small dense networks train
-    together as far as a core's cache holds them, other networks alone. With `batch_size` 1, the
-    agents of a batch have equally many samples.
+    By default small dense networks train together as far as a core's cache holds them, other
+    networks alone. With `batch_size` 1, the agents of a batch have equally many samples.
     """
     size = models_per_batch or 1
     if not models_per_batch and dense_layers(module, dim):
@@ -356,10 +342,7 @@ def training_batches(
 def mini_batches(
     n: int, training: Training, draw: np.random.Generator
 ) -> list[Int[np.ndarray, " b"]]:
-    """Draw the mini-batches of one LocalUpdate (alg:FedCB2O), shuffled anew in every epoch.
-
-    The last mini-batch of an epoch may be smaller.
-    """
+    """Draw the mini-batches of one LocalUpdate (alg:FedCB2O), shuffled anew in every epoch."""
     batches = batched_mini_batches([n], training, [draw], torch.device("cpu"))
     return [batch[0].numpy() for batch in batches]
 
@@ -370,11 +353,7 @@ def batched_mini_batches(
     draws: Sequence[np.random.Generator],
     device: torch.device,
 ) -> tuple[Int[Tensor, "a b"], ...]:
-    """Draw the mini-batches of several agents with equally many batches.
-
-    The last batch of an epoch is as wide as the widest among the agents. An agent with fewer
-    samples repeats its last one.
-    """
+    """Draw batches of several agents; one with fewer samples repeats its last at an epoch's end."""
     n = max(counts)
     num_full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * num_full + [rest] * (rest > 0)
@@ -403,10 +382,7 @@ def batched_mini_batches(
 def training_mode(
     module: nn.Module, training: Training, draw: np.random.Generator, device: str
 ) -> Iterator[None]:
-    """Put a module in training mode, with its own seed (for dropout) and precision.
-
-    Afterwards PyTorch's generator and its precision are as before.
-    """
+    """Put a module in training mode within a context, with its own seed and precision."""
     batch_norm.train_(module)
     with torch.random.fork_rng(devices=[]), allow_tf32(training.precision == "tf32", device):
         # `torch.random.manual_seed` seeds every kind of device, which takes longer than a small
@@ -418,11 +394,7 @@ def training_mode(
 
 @contextlib.contextmanager
 def allow_tf32(tf32: bool, device: str) -> Iterator[None]:
-    """Set whether CUDA devices may round the factors of float32 products.
-
-    By PyTorch's defaults they round them in convolutions. Other devices never do. Afterwards the
-    setting is as before.
-    """
+    """Set within a context whether CUDA may round the factors of float32 products."""
     if device != "cuda":
         yield
         return

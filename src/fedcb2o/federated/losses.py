@@ -120,10 +120,7 @@ def answer_loss(
 
 
 def predicts_labels(loss: Loss | None) -> bool:
-    """Return whether networks predict the labels of samples; None is the cross-entropy.
-
-    With `answer_loss`, labels are groups of samples.
-    """
+    """Return whether networks predict labels, which are groups for `answer_loss`."""
     return getattr(loss, "func", loss) is not answer_loss
 
 
@@ -136,11 +133,7 @@ def _mean_per_sample(differences: Float[Tensor, "n *target"]) -> Float[Tensor, "
 
 
 def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, "*a"]:
-    """Compute the standard error of the mean of n differences.
-
-    The standard deviation is divided by the root of n. The result is 0 for n = 1 and for equal
-    differences, so a caller must not divide by it.
-    """
+    """Compute the standard error of the mean; 0 for equal differences or a single one."""
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
     return (squares / max(1, n - 1) / n).sqrt()

@@ -39,9 +39,9 @@ _AFTER_EVERY_ID = 2**62
 class MixingMatrix:
     """Sparse matrix W with theta_{n+1} = W theta_n, and reductions; small to send to a worker.
 
-    Each row of W replaces the row `own` of the model buffer. `row_offsets` has the index of the
-    first entry of each row and, last, the number of entries. The columns are rows of the model
-    buffer. `reductions` has an agent's reduction and its mixing factor, by its index in `own`.
+    Each row of W, from one of the `row_offsets` to the next, replaces the row `own` of the model
+    buffer; columns are its rows. `reductions` has a reduction and its mixing factor by index in
+    `own`.
     """
 
     own: Int[np.ndarray, " a"]
@@ -61,9 +61,8 @@ def mixing_matrix(
 ) -> MixingMatrix:
     """Return W of agents: row j is (1 - f) e_j + f mu_j (eq:local_agg_update), f the mixing factor.
 
-    An agent with a reduction has the row e_j. `own` and `previous` are the rows of each agent's own
-    model and of its model before the round. `decisions` must have the same agents in the same
-    order, which is that of ascending ids.
+    It is e_j for a reduction. `own` and `previous` are rows of agents in the order of `decisions`,
+    by id.
     """
     ids = decisions.agents
     factor = decisions.factor
@@ -117,8 +116,7 @@ def mix_(
 ) -> None:
     """Compute theta <- W theta in place for columns from `start` to `stop` (eq:local_agg_update).
 
-    An agent with a reduction moves to (1 - f) theta + f times the reduction. `through_copy` works
-    on a copy in memory, so that of models on a disk each page is read and written once.
+    `through_copy` works on a copy in memory, so that each page on a disk is read and written once.
     """
     device = models.device
     columns = models[:, start:stop]

@@ -52,10 +52,7 @@ def adamw(
 
 
 def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Any:
-    """Make a new optimiser, an object with a `step`.
-
-    ConfigError is raised if it fails, or is no optimiser over all parameters.
-    """
+    """Make a new optimiser over all parameters, an object with a `step`."""
     name = function_name(optimiser)
     with attribute_errors("optimiser", name):
         instance = optimiser(parameters, lr)
@@ -89,11 +86,7 @@ def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 def make_step(
     optimiser: Optimiser, parameters: Sequence[Tensor], lr: float
 ) -> Callable[[Sequence[Tensor | None]], None]:
-    """Make a new optimiser and return its step, a function of the gradients.
-
-    The step changes the parameters in place. A gradient is None where the loss does not depend on a
-    parameter.
-    """
+    """Make a new optimiser and return its step, a function of gradients, in place."""
     name = function_name(optimiser)
     instance = make_optimiser(optimiser, parameters, lr)
 

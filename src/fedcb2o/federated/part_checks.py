@@ -29,8 +29,6 @@ the first training; those of a round are where the function is called.
 | pre-step | each round | `plugin_outputs.validated_mixing` | mixed models are means |
 | rule with memory | each round | `plugin_outputs.validated_state` | a checkpoint holds tensors |
 | metric | each evaluation | `plugin_outputs.metric_value` | records hold numbers |
-
->>> check_loss("squared", lambda o, y: (o - y).square(), torch.rand(2), torch.zeros(2))
 """
 
 import contextlib
@@ -64,10 +62,7 @@ _MAX_CANDIDATES = 1024  # samples among which a different one is searched
 
 
 def different_samples(shard: Shard) -> list[int]:
-    """Return the indices of two samples that differ, in their targets where possible.
-
-    The first index is 0.
-    """
+    """Return 0 and the index of another sample, if possible with another target."""
     is_other = shard.y.ne(shard.y[0]).reshape(len(shard), -1).any(1)
     candidates = is_other.nonzero().flatten()[:_MAX_CANDIDATES]
     if not len(candidates):
@@ -89,10 +84,8 @@ def check_model(
 ) -> None:
     """Check on two samples that a network and a loss are functions of one sample.
 
-    `networks` are the network and, for a user's, a second one that was made in the same way.
-    `num_classes` is 1 without classes, and `loss` None for the cross-entropy. `layout` is the
-    memory layout of the network, for messages. A network that draws random numbers in evaluation
-    is seeded, with a warning unless `random_evaluation` is set.
+    `networks` has, for a user's, a second one that was made in the same way. A network that draws
+    random numbers in evaluation is seeded, with a warning unless `random_evaluation` is set.
     """
     # Two equal samples would hide a network that mixes them.
     rows = different_samples(samples)
@@ -128,10 +121,7 @@ def _evaluate(name: str, module: nn.Module, x: Tensor, layout: str | None) -> An
 
 
 def _check_output_shape(name: str, outputs: Any, num_classes: int) -> None:
-    """Raise ConfigError unless there is one row of outputs per sample, one column per class.
-
-    Without classes, 1, the loss restricts the outputs.
-    """
+    """Raise ConfigError unless there is a row per sample, and a column per class."""
     got: Any = describe_type(outputs)
     shape: tuple[int, ...] = ()
     if isinstance(outputs, Tensor):
@@ -149,9 +139,8 @@ def check_loss(
 ) -> None:
     """Check that a loss is a differentiable function of one output and its target.
 
-    The outputs are for two samples with different targets. ConfigError is raised for a loss that
-    fails, is random, is NaN, has no gradient or writes into the targets. A loss of a sample that
-    depends on other samples gives a UserWarning.
+    The outputs are for two samples with different targets. A loss of a sample that depends on other
+    samples gives a UserWarning.
     """
     original = targets.clone()
     leaf = outputs.detach().clone().requires_grad_()
@@ -198,11 +187,7 @@ def check_loss(
 
 
 def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
-    """Refuse an optimiser whose step does not change the parameters of a network.
-
-    The network is not changed. ConfigError is raised if the optimiser fails, or trains none or only
-    a part of the parameters.
-    """
+    """Refuse an optimiser whose step changes no parameter of (a copy of) a network."""
     named = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
     trial = [p.clone().requires_grad_() for p in named.values()]
     instance = make_optimiser(optimiser, trial, lr)

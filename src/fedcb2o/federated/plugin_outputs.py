@@ -1,9 +1,4 @@
-"""Validation of the values that plug-ins return. Errors name the plug-in.
-
->>> shard = Shard(torch.zeros(2, 3), torch.tensor([0, 3]))
->>> validated_poison(lambda shard, generator: shard, [shard], [shard], num_classes=4).y.tolist()
-[[0, 3]]
-"""
+"""Validation of the values that plug-ins return. Errors name the plug-in."""
 
 import functools
 import math
@@ -89,10 +84,7 @@ def validated_selection(
 
 
 def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[Tensor, "*a m"]:
-    """Call a criterion and validate its values, which become float64.
-
-    A value that is masked or not finite, of either sign, becomes infinite: the model has no weight.
-    """
+    """Return a criterion's values in float64; infinity, no weight, if masked or not finite."""
     name = display_name("criterion", criterion)
     is_user_function = USER_FUNCTION.get(criterion) is not None
     # A user's criterion gets a copy of its input, which others use after it.
@@ -110,11 +102,9 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
 def validated_weights(
     rule: Callable[..., Any], weights: Any, shape: tuple[int, ...], *, rest: float = 0.0
 ) -> tuple[Float[Tensor, "*a m"], Float[Tensor, "*a"]]:
-    """Validate the weights of a rule, with those of models of shape [*a, m].
+    """Return weights of received models [*a, m] and the agent's own, 0 if left out.
 
-    The weight of the agent's own model is optional and last. The result has the weights of the
-    received models, and of the agent's own. With `rest`, the weight of the model before the round,
-    they sum to 1 or 0.
+    With `rest`, the weight of the model before the round, they sum to 1 or 0.
     """
     name = display_name("rule", rule)
     *agents, m = shape
@@ -133,10 +123,7 @@ def validated_weights(
 def validated_row_weights(
     rule: Callable[..., Any], weights: Any, num_rows: int, has_previous: bool
 ) -> Float[Tensor, " k"]:
-    """Validate the weights of a robust rule; a built-in one's are trusted.
-
-    With `has_previous`, the last one is that of the model before the round, and may be negative.
-    """
+    """Validate the weights of a user's robust rule; that of the model before may be negative."""
     if USER_FUNCTION.get(rule) is None:
         built_in: Tensor = weights
         return built_in
@@ -172,10 +159,7 @@ def _convex_weights(
 def validated_mixing(
     pre_step: Callable[..., Any], matrix: Any, num_rows: int
 ) -> Float[Tensor, "j k"]:
-    """Validate the matrix by which a pre-step mixes models, one row per mixed model.
-
-    The rows sum to 1. The matrix becomes float64; that of a built-in step is trusted.
-    """
+    """Return a pre-step's matrix in float64; the rows of a user's must sum to 1."""
     if USER_FUNCTION.get(pre_step) is None:
         built_in: Tensor = matrix.double()
         return built_in
@@ -195,11 +179,7 @@ def validated_mixing(
 def validated_reduction(
     rule: Callable[..., Any], reduce: ColumnReduction | OffsetColumnReduction
 ) -> ColumnReduction | OffsetColumnReduction:
-    """Wrap a user's reduction so that its output is validated.
-
-    The wrapper raises ConfigError for another shape, and for values that are not finite where the
-    models are.
-    """
+    """Wrap a user's reduction so that its shape and finite numbers are validated."""
     if USER_FUNCTION.get(rule) is None:
         return reduce
     return functools.partial(_checked_columns, display_name("rule", rule), reduce)
@@ -222,10 +202,7 @@ def _checked_columns(
 
 
 def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, Any]:
-    """Validate and copy the state that a stateful rule returned, with weights.
-
-    It may hold dense tensors only.
-    """
+    """Validate and copy the dense tensors that a stateful rule returned, with weights."""
     name = display_name("rule", rule)
     if not (isinstance(output, tuple) and len(output) == 2 and isinstance(output[0], dict)):
         raise ConfigError(
@@ -256,11 +233,7 @@ def validated_state(rule: Callable[..., Any], output: Any) -> tuple[RuleState, A
 def validated_poison(
     poison: Poison, outputs: Sequence[Any], shards: Sequence[Shard], num_classes: int
 ) -> Shard:
-    """Validate and stack poisoned data; a built-in attack's shapes and types are trusted.
-
-    The attackers have equally many samples. ConfigError is raised for other shapes or types, values
-    that are not finite, and a label that is not among the classes.
-    """
+    """Stack poisoned data with valid labels; shapes and types of a built-in attack are trusted."""
     name = display_name("attack", poison)
     if USER_FUNCTION.get(poison) is not None:
         pairs = zip(outputs, shards, strict=True)
@@ -273,10 +246,7 @@ def validated_poison(
 def validated_crafted_models(
     craft: Craft, output: Any, shape: tuple[int, int]
 ) -> Shaped[Tensor, "..."]:
-    """Validate crafted models: one for all receivers, [d], or one per receiver, [r, d].
-
-    `shape` is [r, d].
-    """
+    """Validate crafted models: [d] for all receivers, or `shape`, [r, d]."""
     name = display_name("attack", craft)
     receivers, dim = shape
     models = returned_tensor(name, output)
@@ -318,8 +288,7 @@ def apply_sample_transform(
     """Change samples by a criterion's transform or an attack's trigger; labels stay.
 
     The function gets a copy on the CPU. Numbers that it made of bytes are divided by 255, as bytes
-    are. ConfigError is raised for another shape or scale, and for a value that is not finite.
-    `name` is the plug-in's kind and name, for messages.
+    are.
     """
     original = data.x
     with using_range(value_range):

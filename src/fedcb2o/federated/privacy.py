@@ -5,10 +5,6 @@ clips the gradient of each sample to the norm `clip`, adds noise N(0, (noise cli
 and divides by the expected number of samples. q is one divided by the number of mini-batches in an
 epoch, so that an epoch has as many steps as without privacy. Epsilon is for adding or removing one
 training sample, by privacy loss distributions (the library dp-accounting).
-
->>> from fedcb2o.federated.sections import Privacy
->>> Privacy(noise=1.0).clip
-1.0
 """
 
 import functools
@@ -53,10 +49,7 @@ def check_privacy(training: "Training", module: nn.Module) -> None:
 
 
 def num_steps(training: "Training", num_samples: int) -> int:
-    """Return the number of private steps of a round.
-
-    It is `local_steps`, or `local_epochs` times the mini-batches of an epoch.
-    """
+    """Return the number of private steps of a round, by local steps or epochs."""
     if training.local_steps is not None:
         return training.local_steps
     return training.local_epochs * _batches_per_epoch(training, num_samples)
@@ -68,10 +61,7 @@ def _batches_per_epoch(training: "Training", num_samples: int) -> int:
 
 @functools.lru_cache(4096)
 def epsilon(noise: float, batches: int, steps: int, delta: float) -> float:
-    """Compute the epsilon of a number of steps of DP-SGD, rounded upwards.
-
-    The noise is in units of the clipping norm; an epoch has `batches` = 1 / q mini-batches.
-    """
+    """Compute the epsilon of DP-SGD, rounded upwards; an epoch has `batches` = 1 / q."""
     if steps == 0:
         return 0.0
     return float(_step_losses(noise, batches).self_compose(steps).get_epsilon_for_delta(delta))
@@ -115,11 +105,7 @@ def _noise_for(target: float, batches: int, steps: int, delta: float) -> float:
 
 
 def noise_multiplier(training: "Training", num_samples: int, rounds: int) -> float | None:
-    """Return the standard deviation of the noise, in units of the clipping norm.
-
-    It is `noise`, or the least one for the target epsilon after `rounds` rounds; None without
-    privacy.
-    """
+    """Return the noise in units of `clip`, or the least for the target; None without privacy."""
     privacy = training.privacy
     if privacy is None or privacy.noise is not None:
         return None if privacy is None else privacy.noise
@@ -130,11 +116,7 @@ def noise_multiplier(training: "Training", num_samples: int, rounds: int) -> flo
 
 
 def spent_epsilon(training: "Training", num_samples: int, rounds: int, trained: int) -> float:
-    """Compute the epsilon that an agent has spent, at the delta of the settings.
-
-    `trained` counts the rounds in which the agent trained, repeated ones included, and `rounds`
-    those of the run.
-    """
+    """Compute the epsilon of an agent that `trained` some rounds, repeated ones included."""
     assert training.privacy is not None
     noise = noise_multiplier(training, num_samples, rounds)
     assert noise is not None
@@ -162,9 +144,7 @@ def private_gradients(
 ) -> tuple[Float[Tensor, ""], Sequence[Tensor]]:
     """Compute the noisy mean of the clipped gradients of samples (Abadi et al., algorithm 1).
 
-    The network is bound to the agent's model. The noise is in units of the clipping norm. Returns
-    the mean loss of the samples, without noise and for the agent alone, and a gradient for each
-    trained parameter.
+    The noise is in units of the clipping norm. The mean loss has none, for the agent alone.
     """
     assert training.privacy is not None
     clip = training.privacy.clip

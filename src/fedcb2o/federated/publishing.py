@@ -1,20 +1,4 @@
-"""Published models of a round: what agents trained or, from an attacker, what it crafted.
-
->>> import numpy as np
->>> outbox = DeceptiveOutbox(
-...     own=np.array([0, 1]),
-...     num_samples=np.array([50.0, 50.0]),
-...     is_sent=np.array([True, True, True]),
-...     first_crafted=np.array([2, 2]),
-...     is_crafting=np.array([False, True]),
-...     per_receiver=False,
-...     receivers=np.array([0]),
-...     claimed_samples=np.array([50.0, 90.0]),
-... )
->>> rows, claims = outbox.sent(np.array([1, 1]), np.array([0, 1]))
->>> rows.tolist(), claims.tolist()
-([2, 1], [90.0, 50.0])
-"""
+"""Published models of a round: what agents trained or, from an attacker, what it crafted."""
 
 import functools
 from collections.abc import Callable, Mapping
@@ -42,10 +26,7 @@ Peek = Callable[[list[int]], Float[Tensor, "m d"]]
 
 @dataclass(frozen=True, kw_only=True)
 class Outbox:
-    """Models that the agents of a group publish, and the numbers of samples that they claim.
-
-    `own` are rows of the model buffer. `is_sent` tells for each row whether it can be received.
-    """
+    """Rows that agents publish, whether each row can be received, and claims of samples."""
 
     own: Int[np.ndarray, " a"]
     num_samples: Float[np.ndarray, " a"]
@@ -56,11 +37,7 @@ class Outbox:
         return Rows(self.own[senders]), self.num_samples[senders]
 
     def deliver(self, n: int, asked: Ragged, receivers: AgentIds, max_samples: int) -> Inbox:
-        """Deliver models within the group (alg:localAggregation, line 2).
-
-        The ids of the peers that receivers asked are indices in the group. At most `max_samples`
-        samples are believed.
-        """
+        """Deliver models (alg:localAggregation, line 2); believe at most `max_samples` samples."""
         senders = Members(asked.values)
         to = AgentIds(receivers[asked.list_index])
         rows, claims = self.sent(senders, to)
@@ -136,9 +113,8 @@ def craft_models_(
 ) -> list[Float[np.ndarray, " r"]]:
     """Have attackers craft models, into their rows of the buffer.
 
-    A model that is not `finite` is not seen. `peek` gives an attacker the models that it declared
-    to know. Returns the largest absolute values of each attacker's models; NaN for one that crafts
-    none.
+    They see only `finite` models. Returns the largest absolute values of each attacker's models;
+    NaN for one that crafts none.
     """
     largest = []
     for k in members.tolist():

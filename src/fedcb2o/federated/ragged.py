@@ -57,10 +57,7 @@ class Ragged:
 
     @classmethod
     def scatter(cls, count: int, *parts: "tuple[Indices, Ragged]") -> "Ragged":
-        """Put each argument's lists at its ascending indices.
-
-        There are `count` lists; a list at no index is empty.
-        """
+        """Put each argument's lists at its ascending indices, among `count` empty lists."""
         # A part with all lists is the result.
         for indices, lists in parts:
             if len(indices) == count:

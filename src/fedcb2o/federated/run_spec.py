@@ -1,8 +1,4 @@
-"""Specification of a run, which all agents share: its algorithm, training and kernels.
-
->>> KernelConfig(linear="onednn").convolution
-'grouped'
-"""
+"""Specification of a run, which all agents share: its algorithm, training and kernels."""
 
 import dataclasses
 import functools
@@ -45,10 +41,7 @@ class Training(LocalUpdateKeys):
 
 @dataclass(frozen=True)
 class KernelConfig:
-    """Numerical kernels; they change the rounding of results and nothing else.
-
-    `models_per_batch` models are trained or evaluated in one program; None for the default.
-    """
+    """Numerical kernels, which change rounding only, and models per program (None: default)."""
 
     linear: LinearKernel = "torch"
     convolution: ConvolutionKernel = "grouped"
@@ -76,10 +69,7 @@ class ClusterModels:
     trial_rounds: int = 0
 
     def num_rows(self, num_agents: int) -> int:
-        """Return the number of rows that the models take in the model buffer.
-
-        They are the models of all holders and restarts.
-        """
+        """Return the rows that the models of all holders and restarts take in the buffer."""
         return self.num_models * (num_agents if self.per_agent else self.restarts)
 
 
@@ -131,10 +121,7 @@ class Algorithm:
         return self.reads_previous or self.guards.needs_previous
 
     def frozen_factor(self, n: int) -> str | None:
-        """Return the low-rank factor that is not trained in round n.
-
-        It is a part of its parameters' names; None if all parameters are trained.
-        """
+        """Return the part of the names of parameters not trained in round n; None for all."""
         if self.switching_interval is None:
             return None
         # B is trained first, because the gradient of A is 0 where B is.
@@ -153,10 +140,7 @@ class Algorithm:
         return self.weigh.is_stateful or self.own_likelihood == "every_round"
 
     def factor(self, gamma: float) -> float:
-        """Return the share of the consensus point in the new model (eq:local_agg_update).
-
-        It is `mixing_factor`, or lambda1 * gamma without one.
-        """
+        """Return the share of the consensus point in the new model (eq:local_agg_update)."""
         return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor
 
 

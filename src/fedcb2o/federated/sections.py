@@ -2,9 +2,6 @@
 
 A section is defined here once, with the range, the default and the meaning of each key. The
 settings of an experiment contain it, and the specification of a run holds the same object.
-
->>> AgentsSection(benign=7, malicious=3, budget=6).num_agents
-20
 """
 
 import functools
@@ -30,11 +27,7 @@ COMPONENT_VALUES = "a name or table"
 def key_field(
     meaning: str, *, values: str | None = None, default: str | None = None, **limits: Any
 ) -> Any:
-    """Describe a key: its meaning in Markdown, and limits such as `ge`.
-
-    `values` and `default` are texts for values that the type, and a default that the value, does
-    not say.
-    """
+    """Describe a key: meaning in Markdown, limits, and texts that type and default do not say."""
     texts: dict[str, Any] = {"values": values, "default": default}
     return Field(description=meaning, json_schema_extra=texts, **limits)
 
@@ -58,11 +51,7 @@ class Section(BaseModel):
 
 @dataclass(frozen=True)
 class Part:
-    """A function that a configuration names, resolved and checked once.
-
-    `bound` is `function` with the keyword arguments that the configuration gives. `settings` has
-    the name and all keyword arguments, defaults included, as a run's configuration records them.
-    """
+    """A resolved function, `bound` to its given keywords, and settings with all defaults."""
 
     function: Callable[..., Any]
     bound: functools.partial[Any]
@@ -93,11 +82,7 @@ class Component(BaseModel):
         return dict(self.model_extra or {})
 
     def resolve(self, kind: str, namespace: ModuleType) -> Part:
-        """Return the function with its keyword arguments bound and checked.
-
-        `kind` is a word for the function in error messages, such as "attack", and `namespace` the
-        module of the built-in ones.
-        """
+        """Return the function, from `namespace` if built in, with its checked keywords bound."""
         function = plugins.resolve(kind, self.name, namespace)
         bound = functools.partial(function, **plugins.bind(kind, function, self.parameters))
         settings: dict[str, Any] = {"name": self.name}

@@ -2,10 +2,6 @@
 
 A selection is a function (contacts, candidates, budget, generator, *, ...) -> ids. A graph or a
 network narrows the candidates. The built-in selections take several agents at once.
-
->>> contacts = Contacts(torch.zeros(0, dtype=torch.int64), torch.zeros(0, dtype=torch.float64))
->>> prob_sampling(contacts, torch.tensor([1, 2, 3]), 5, np.random.default_rng(0)).tolist()
-[1, 2, 3]
 """
 
 import functools
@@ -36,10 +32,7 @@ BATCHED_SELECTION = Declaration[_BatchedSelect]("at_once")
 
 
 def batched_selection(batched: _BatchedSelect) -> Select:
-    """Turn a selection for several agents into one for one agent.
-
-    The result declares the other, which an engine with several agents calls and trusts.
-    """
+    """Turn a selection for several agents into one for one agent, which declares it."""
 
     @functools.wraps(batched)
     def select(
@@ -201,10 +194,7 @@ def select_colluding_peers(
     budget: int,
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
-    """Select the peers of malicious agents, all of their own clusters (sec:experiments).
-
-    Fellow attackers come first, and benign agents fill up the budget at random. The ids ascend.
-    """
+    """Select fellow attackers, and then benign agents of the cluster at random, ascending."""
     fellow_positions = []
     benign_positions = []
     for num_fellows, num_benign, draw in zip(
@@ -235,20 +225,14 @@ _EXTRA_INPUTS = ("n", "me")
 
 
 def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
-    """Return the selection that a configuration names, with its parameters.
-
-    ConfigError is raised if there is no such selection, or if it has an unknown input.
-    """
+    """Return the selection that a configuration names, with its parameters."""
     select = plugins.resolve_and_bind("selection", choice, sys.modules[__name__])
     extra_inputs(select)
     return select
 
 
 def extra_inputs(select: Select) -> tuple[str, ...]:
-    """Return the further inputs that a selection takes: "n" and "me".
-
-    ConfigError is raised for another one.
-    """
+    """Return the further inputs that a selection takes: "n" and "me"."""
     return plugins.extra_inputs("selection", getattr(select, "func", select), _EXTRA_INPUTS, 4)
 
 

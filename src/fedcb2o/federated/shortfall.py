@@ -2,13 +2,6 @@
 
 A run clips the number f of assumed attackers to the largest that the received models admit, and
 goes on. The guarantee of the rule does not hold there, and the log says so once.
-
-Example:
-    >>> import functools
-    >>> from fedcb2o.federated import algorithms, aggregation
-    >>> by_rule = algorithms.by_rule(rule={"name": "multi_krum", "f": 1})
-    >>> Shortfall(by_rule, malicious_share=0.0).messages()
-    []
 """
 
 import dataclasses
@@ -32,11 +25,7 @@ _MIN_NEAR_SHARE = 0.1  # of receivers whose models are all too near, from which 
 
 
 def beta_note(algorithm: Algorithm, malicious_share: float) -> str:
-    """Describe a `beta` that is too large for the share of attackers, w_m (eq:beta).
-
-    The sentence is "" where beta is small enough, there is no beta or no attacker, or there are
-    guards.
-    """
+    """Describe a `beta` too large for the share of attackers, w_m (eq:beta); else ""."""
     level = getattr(algorithm.weigh.function, "level", None)
     largest = (1 - malicious_share) / 2
     # The theorem does not cover an algorithm with guards at all, as the pages on guards say.
@@ -122,12 +111,7 @@ class Shortfall:
             self._record(self._pre_step, f, sizes, is_receiver & (np.array(admitted) < f))
 
     def messages(self) -> list[str]:
-        """Describe the shortages of all rounds so far.
-
-        There is one sentence for the rule and one for the step, none for one that had enough
-        models; one for agents that trusted no received model; and one for agents whose models were
-        all too near.
-        """
+        """Describe the shortages of all rounds so far, one sentence per kind."""
         messages = []
         if self._rounds_without_trust:
             messages.append(

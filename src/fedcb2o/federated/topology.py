@@ -34,10 +34,7 @@ _Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 def neighbours(
     graph: _Graph, cluster: Int[Tensor, " N"], draw: np.random.Generator
 ) -> tuple[Int[Tensor, " _k"], ...]:
-    """Make a graph and return the ascending ids that each agent may ask.
-
-    ConfigError is raised if the function returned something else than a graph on all agents.
-    """
+    """Make a graph on all agents and return the ascending ids that each agent may ask."""
     n = len(cluster)
     result = validated_graph(graph, graph(cluster.clone(), draw), n)
     # A loop is no link to a peer.

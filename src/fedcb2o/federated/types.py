@@ -217,10 +217,7 @@ class CriterionInput:
         losses_of: Callable[[Received, SampleTransform | None], Losses],
         context: AgentContext,
     ) -> "CriterionInput":
-        """Return the view of one of several agents, without the axis over agents.
-
-        `losses_of` and `context` are those of the agent at index k.
-        """
+        """Return the view of agent k, without the axis over agents, with its own context."""
         own = self._per_agent(operator.itemgetter(k))
         return dataclasses.replace(self, losses_of=losses_of, agent_context=context, **own)
 
@@ -301,13 +298,11 @@ class CriterionValues:
     """Values G of a robustness criterion (Algorithm 2, line 5); low is trusted.
 
     `in_sublevel_set` tells whether each received model and, last, the agent's own is in Q_beta.
-    With `is_average_loss`, G is the average loss itself, as before round T_G.
     """
 
     values: Float[Tensor, "*a m"]
     own: Float[Tensor, "*a 1"]
     in_sublevel_set: Bool[Tensor, "*a k"]
-    is_average_loss: bool = False
 
 
 Criterion = Callable[[CriterionInput], Float[Tensor, "*a m"]]
@@ -374,19 +369,10 @@ Rule = Callable[[CriterionInput], Float[Tensor, " k"] | RuleOutput]
 RuleState = Mapping[str, Tensor]
 """State of an agent's rule, tensors by name; empty before the first round."""
 
-StatefulRule = Callable[
-    [RuleState, CriterionInput], tuple[RuleState, Float[Tensor, " k"] | RuleOutput]
-]
-"""(state, view) -> (new state, weights)."""
-
 
 @runtime_checkable
 class Weighing(Protocol):
-    """Lines 5 and 6 of an algorithm: the weights of the consensus point.
-
-    `function` is the criterion or the rule. Its output is that of one agent, unless it is declared
-    `batched`. `algorithm2` has both kinds of weighing.
-    """
+    """Lines 5 and 6 of an algorithm: weights by a criterion or a rule; see `algorithm2`."""
 
     @property
     def function(self) -> Callable[..., Any]:

@@ -66,10 +66,7 @@ class ValidationOracle:
         transform: SampleTransform | None = None,
         count: int | None = None,
     ) -> Outputs:
-        """Compute the outputs of models on `count` evenly spaced validation samples, or all.
-
-        They are before the softmax, shape [m, n, ...]. The labels of the samples follow.
-        """
+        """Return outputs on `count` spaced validation samples, or all, and their labels."""
         data = self._data(count)
         if transform is not None:
             value_range = self.group.data.value_range
@@ -77,10 +74,7 @@ class ValidationOracle:
         return self._evaluate(logits, models, data.x), data.y.cpu()
 
     def samples(self, count: int) -> tuple[Tensor, Tensor]:
-        """Return `count` evenly spaced validation samples, or all, and their labels.
-
-        The samples are as a network reads them.
-        """
+        """Return `count` spaced validation samples, or all, as a network reads them; labels."""
         data = self._data(count)
         return features(data.x).cpu(), data.y.cpu()
 
@@ -146,11 +140,7 @@ def agent_context(
 def admit(
     group: AgentGroup, members: Members, positions: Positions, inbox: Inbox, n: int
 ) -> Int[np.ndarray, " m"]:
-    """Decide which received models are evaluated (the step "admit" of `guards`).
-
-    `positions` are those of active agents. The result has an outcome of `guards` for each model of
-    the inbox.
-    """
+    """Return an outcome of `guards` for each received model of active agents at `positions`."""
     guards = group.spec.algorithm.guards
     outcome = np.full(len(inbox.rows), ADMITTED)
     if not guards.checks_distance and guards.max_sensitivity is False:
@@ -180,11 +170,7 @@ def admit(
 def sensitivity_rises(
     group: AgentGroup, k: int, rows: Int[np.ndarray, " m"], n: int
 ) -> Float[np.ndarray, " m"]:
-    """Compute the rises that the guard `max_sensitivity` bounds.
-
-    A model that gives none has NaN. ConfigError is raised if the data have no classes, or samples
-    are no numbers on a scale.
-    """
+    """Compute the rises that the guard `max_sensitivity` bounds; NaN if there are none."""
     spec, x = group.spec, group.data.samples.x
     if spec.num_classes < 2 or not (x.is_floating_point() or x.dtype == torch.uint8):
         raise ConfigError(
@@ -212,10 +198,7 @@ def sensitivity_rises(
 
 @dataclass(frozen=True)
 class RuleCall:
-    """One call of a criterion or a rule: its agents and its input.
-
-    `entries` are those of the agents' models in the inbox.
-    """
+    """One call of a criterion or a rule: agents, their models' entries, and its input."""
 
     positions: Positions
     entries: Entries
@@ -230,11 +213,7 @@ def validate_batches(
     inbox: Inbox,
     n: int,
 ) -> Iterator[RuleCall]:
-    """Compute the validation losses of received models (alg:localAggregation, line 3).
-
-    Yields one call per set of equal agents, or one per agent where the algorithm is not batched.
-    `positions` are those of active agents.
-    """
+    """Compute losses (alg:localAggregation, line 3); yield a call per set of equal agents."""
     algorithm = group.spec.algorithm
     sizes = group.data.validation.sizes[members]
     # Agents with equally many models and validation samples are evaluated together.
@@ -286,11 +265,10 @@ def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
 def validation_losses(
     group: AgentGroup, members: Indices, models: Received, transform: SampleTransform | None = None
 ) -> Losses:
-    """Compute the losses of models on their agents' validation data (eq:benignAgentObj).
+    """Compute losses on validation data (alg:localAggregation, line 3; eq:benignAgentObj).
 
-    These are the losses of alg:localAggregation, line 3, shape [a, m]. The members have equally
-    many validation samples. Where `interpolation` of the guards is below 1, the loss is that of a
-    point between the agent's own model and the received one.
+    Where `interpolation` of the guards is below 1, the loss is that of a point between the agent's
+    own model and the received one.
     """
     spec, data = group.spec, group.data
     x, y = data.gather(members, data.validation)

@@ -3,9 +3,6 @@
 A reader verifies a file before it uses it, so that a truncated, changed or exchanged file is
 refused by name. A growing log has its checksum in the header of each checkpoint, which is the
 content at that time.
-
-    >>> checksum_bytes(b"")[0]
-    0
 """
 
 import hashlib
@@ -65,10 +62,7 @@ class Manifest:
     def create(
         cls, folder: Path, seed: int, settings: Mapping[str, Any], rounds: int
     ) -> "Manifest":
-        """Write the manifest of a seed that starts or continues.
-
-        The folder has its initial files already.
-        """
+        """Write the manifest of a seed that starts or continues, after its initial files."""
         files = _checksum_files(folder, INITIAL_FILES)
         return cls(seed, settings_digest(settings), rounds, False, files)._write(folder)
 
@@ -123,10 +117,7 @@ class Manifest:
         return self.matches(settings) and self.rounds <= settings.get("rounds", self.rounds)
 
     def verify(self, folder: Path, name: str) -> Path:
-        """Verify one file of the seed.
-
-        A log of an unfinished seed must begin with its content at the last checkpoint.
-        """
+        """Verify a file; a log that grows must begin with its content at the last checkpoint."""
         path = folder / name
         # A log grows without new checksums. The checkpoint has those of its beginning.
         is_growing = name in LOG_FILES and not self.complete
@@ -162,11 +153,7 @@ class Manifest:
 
 
 def read_checkpoint_header(path: Path) -> dict[str, str]:
-    """Read and verify the header of a checkpoint.
-
-    Its `sums` contain a CRC-32 of the header, which old checkpoints lack. Another content than was
-    written is a DamagedError; a file that cannot be read now is a RunError.
-    """
+    """Read a checkpoint's header and verify its CRC-32, which old checkpoints lack."""
     try:
         check_regular(path)
         with safe_open(path, framework="np") as file:
@@ -189,10 +176,7 @@ def header_crc(header: Mapping[str, str]) -> int:
 
 
 def log_checksums(folder: Path) -> dict[str, Checksum]:
-    """Return the checksums of the logs at the last checkpoint.
-
-    They are empty without a checkpoint, or with an old one.
-    """
+    """Return the checksums of the logs at the last checkpoint; empty without any."""
     path = folder / CHECKPOINT_FILE
     if not path.exists():
         return {}
@@ -229,11 +213,9 @@ def checksum_file(path: Path, size: int | None = None) -> Checksum:
 
 
 def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Select the settings that determine the results of a run.
+    """Select the settings that a resume requires, under their original names.
 
-    A resume requires the same values. They are all but `rounds` and `NON_RESULT_SETTINGS`, with
-    renamed ones under their old names. The number of rounds is one of them where a target epsilon
-    decides the noise.
+    The number of rounds is one of them where a target epsilon decides the noise.
     """
     excluded = list(NON_RESULT_SETTINGS)
     privacy = settings.get("training", {}).get("privacy", {})
@@ -244,14 +226,7 @@ def result_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def canonical_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert settings to one form for equal values.
-
-    Equal are 2 and 2.0, a list and a tuple, a missing key and a key without a value.
-
-    Example:
-        >>> canonical_settings({"alpha": 2.0, "seeds": (1,), "title": None})
-        {'alpha': 2, 'seeds': [1]}
-    """
+    """Convert settings to one form for equal values, such as 2 and 2.0, or a list and a tuple."""
     converted: dict[str, Any] = _canonical_value(drop_none(settings))
     return converted
 
@@ -272,10 +247,7 @@ def _canonical_value(value: Any) -> Any:
 
 
 def settings_digest(settings: Mapping[str, Any]) -> str:
-    """Compute the SHA-256 of the settings that determine the results.
-
-    The digest is the same before the settings are written as TOML and after.
-    """
+    """Compute the SHA-256 of the settings of the results; it is the same before and after TOML."""
     return _content_digest(canonical_settings(result_settings(settings)))
 
 
@@ -298,20 +270,13 @@ def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def write_json_with_checksum(path: Path, content: Mapping[str, object]) -> None:
-    """Replace a file by JSON that contains its own checksum, atomically.
-
-    NaN and infinities become null.
-    """
+    """Replace a file by JSON with its own checksum, atomically; NaN becomes null."""
     plain = to_plain(content)
     atomic_write(path, to_json({**plain, "sha256": _content_digest(plain)}))
 
 
 def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> dict[str, Any]:
-    """Read and verify a file that `write_json_with_checksum` wrote.
-
-    The checksum is not in the result. `require_checksum` refuses a file without one, which old
-    versions wrote. A missing file is a DamagedError, and one that cannot be read now is a RunError.
-    """
+    """Read JSON and verify its checksum, which old versions did not write."""
     content = read_json(path)
     checksum = content.pop("sha256", None)
     if checksum is None and not require_checksum:

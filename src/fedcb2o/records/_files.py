@@ -1,8 +1,4 @@
-r"""Files that are replaced as a whole, and their errors.
-
->>> to_json({"accuracy": float("nan"), "rounds": 2})
-b'{\n "accuracy": null,\n "rounds": 2\n}\n'
-"""
+r"""Files that are replaced as a whole, and their errors."""
 
 import errno
 import json
@@ -45,8 +41,7 @@ def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
     """Replace a file as a whole, readable for its owner only.
 
     At any time, also after a power failure, the file has either the old or the new content. A link
-    of this name is replaced, not followed. `content` may be a function that writes to the open file
-    it receives. On a RunError the old content stays.
+    of this name is replaced, not followed. `content` may write to the open file that it receives.
     """
     temporary = path.with_name(path.name + _TEMPORARY_SUFFIX)
     try:
@@ -112,11 +107,7 @@ def _wait_for_descriptor(function: Callable[[], int]) -> int:
 
 
 def remove_temporaries(folder: Path) -> None:
-    """Remove the temporary files that killed processes left in a folder.
-
-    Only names with a suffix of `FILE_SUFFIXES` before the temporary suffix are removed. No process
-    may be writing to the folder.
-    """
+    """Remove the files of killed processes in a folder, to which no other one may write."""
     for suffix in FILE_SUFFIXES:
         for path in folder.glob(f"*{suffix}{_TEMPORARY_SUFFIX}"):
             with suppress(OSError):  # a folder of this name: the next write of the file reports it
@@ -126,9 +117,8 @@ def remove_temporaries(folder: Path) -> None:
 def check_parts(folder: Path, subfolders: Iterable[Path]) -> None:
     """Refuse a folder of a run in which somebody else could redirect the run's files.
 
-    The records in it and in its own subfolders must be regular files, and belong to the user who
-    writes in the folder. The superuser may continue the runs of others. Other entries are ignored.
-    `subfolders` has outer folders first; missing ones are skipped.
+    Records must be regular files of the user who writes in the folder; the superuser may continue
+    the runs of others. `subfolders` has outer ones first; missing ones are skipped.
     """
     try:
         owner = owner_of_new_files(folder)
@@ -164,10 +154,7 @@ def _check_part(path: Path, owner: int | None) -> None:
 
 
 def write_json(path: Path, content: Mapping[str, object]) -> None:
-    """Replace a file by JSON, atomically.
-
-    NaN and infinities become null.
-    """
+    """Replace a file by JSON, atomically; NaN and infinities become null."""
     atomic_write(path, to_json(content))
 
 
@@ -177,27 +164,17 @@ def to_json(content: Mapping[str, object]) -> bytes:
 
 
 def write_toml(path: Path, content: Mapping[str, object]) -> None:
-    """Replace a file by TOML, atomically.
-
-    Keys with the value None are left out, as TOML has no null.
-    """
+    """Replace a file by TOML, atomically, without keys of the value None."""
     atomic_write(path, to_toml(content).encode())
 
 
 def to_toml(content: Mapping[str, object]) -> str:
-    """Return a table as TOML.
-
-    Keys with the value None are left out.
-    """
+    """Return a table as TOML, without keys of the value None."""
     return tomli_w.dumps(drop_none(content))
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file.
-
-    A missing file, or one without a JSON object, is a DamagedError; one that cannot be read now is
-    a RunError.
-    """
+    """Read the object in a JSON file; DamagedError if it is missing or something else."""
     try:
         content = json.loads(read_regular(path, _MAX_JSON_BYTES))
     except FileNotFoundError as error:
@@ -212,10 +189,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def to_plain(value: object) -> Any:
-    """Convert arrays, tensors and mappings to the types of JSON.
-
-    A number that is not finite becomes None.
-    """
+    """Convert to the types of JSON; a number that is not finite becomes None."""
     kind = type(value)  # most values are numbers in lists, so these types come first
     if kind is float:
         return value if math.isfinite(value) else None  # type: ignore[arg-type]
@@ -235,10 +209,7 @@ def to_plain(value: object) -> Any:
 
 
 def drop_none(value: Any) -> Any:
-    """Return a table without keys of the value None.
-
-    Tables and lists are copied.
-    """
+    """Return a copy of a table without keys of the value None."""
     if isinstance(value, Mapping):
         return {key: drop_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list | tuple):
@@ -297,10 +268,7 @@ def rerun_advice(folder: Path) -> str:
 
 
 class DamagedError(RunError):
-    """A file with another content than was written.
-
-    An intact file that cannot be read now raises RunError.
-    """
+    """A file with another content than was written, or a missing one."""
 
 
 def damaged_error(path: Path, reason: str) -> DamagedError:

@@ -49,10 +49,7 @@ _ORIGINAL = {"judged_at": 1.0, "counts_from": "first", "point": "mean", "likelih
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return recorded settings, or a recorded grid, under the current names.
-
-    Parameters that no longer exist are left out.
-    """
+    """Return recorded settings under the current names, without removed parameters."""
     return {key: _current(value, key) for key, value in settings.items()}
 
 
@@ -98,10 +95,7 @@ def original_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def original_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return changes of settings under the original names, to compare them with other changes.
-
-    Changes without a name may be of any plug-in.
-    """
+    """Return changes under the original names; those without a name may be of any plug-in."""
     return {key: _original(value, _ANY_PARAMETER) for key, value in changes.items()}
 
 

@@ -37,10 +37,7 @@ class RoundLog:
         return self.folder / f"{name}.jsonl"
 
     def append(self, name: str, line: Mapping[str, object]) -> None:
-        """Append one line, as a whole or not at all.
-
-        NaN and infinities become null.
-        """
+        """Append one line, as a whole or not at all; NaN and infinities become null."""
         path = self.path(name)
         try:
             text = json.dumps(line, allow_nan=False)
@@ -70,10 +67,7 @@ class RoundLog:
         self._hashes[name] = (size + len(content), digest)
 
     def checksums(self, names: Sequence[str] | None = None) -> dict[str, Checksum]:
-        """Return the checksums of the logs as written so far.
-
-        By default of all logs.
-        """
+        """Return the checksums of logs as written so far, by default of all."""
         selected = self._hashes if names is None else names
         checksums = {}
         for name in selected:
@@ -82,10 +76,7 @@ class RoundLog:
         return checksums
 
     def sync(self) -> None:
-        """Force all lines to the disk.
-
-        A checkpoint follows, so that it never contains more rounds than the logs.
-        """
+        """Force all lines to the disk, before a checkpoint that contains their rounds."""
         for path in filter(Path.exists, map(self.path, self._hashes)):
             try:
                 fsync(path)
@@ -93,11 +84,7 @@ class RoundLog:
                 raise write_error(path, error) from error
 
     def truncate(self, rounds: int) -> None:
-        """Truncate every log after a round, for a resume from its checkpoint.
-
-        `rounds` is the last one to keep. A log that lacks one of its lines up to there, or has a
-        damaged one, is a RunError.
-        """
+        """Keep the lines up to a round, for a resume; a missing one is a RunError."""
         for name in self._hashes:
             path = self.path(name)
             texts: list[bytes] = []
@@ -125,10 +112,10 @@ class RoundLog:
 def read_lines(
     path: Path, *, skip: int = 0, stop_at_damage: bool = False
 ) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Read the finished lines of a .jsonl file.
+    """Read the finished lines of a .jsonl file; none if it is missing.
 
-    A last line without a line end was never finished and is left out. A missing file has no lines.
-    `stop_at_damage` treats a damaged line as the end of the file; otherwise it is a RunError.
+    A last line without a line end was never finished. `stop_at_damage` treats a damaged line as the
+    end of the file; otherwise it is a RunError.
     """
     if not path.exists():
         return

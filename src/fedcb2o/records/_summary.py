@@ -11,16 +11,11 @@ from fedcb2o.records.metrics import METRICS, OPTIONAL_METRICS, STANDARD_METRICS
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
-    """Summarise the records of each seed at its last evaluated round.
+    """Summarise the records of each seed over benign agents at its last evaluated round.
 
-    The worst agent has the lowest accuracy, or the highest attack success rate or loss. The worst
-    tenth is the mean of the ceil(n / 10) worst agents. `malicious_weight` is the weight that benign
-    agents gave to malicious peers. It is averaged over the last fifth of the rounds, because an
-    agent meets few peers in a single round.
-
-    There is one row per seed. Columns are seed, round, rounds (number of finished rounds),
-    accuracy, accuracy_worst, accuracy_worst_tenth, the same of the other evaluated metrics and of
-    the measured ones of `OPTIONAL_METRICS`, and malicious_weight. Values are over benign agents.
+    The worst agent has the lowest accuracy, or the highest attack success rate or loss; the worst
+    tenth is the mean of the ceil(n / 10) worst. `malicious_weight` is averaged over the last fifth
+    of the rounds, because an agent meets few peers in a single one.
     """
     metrics = [*STANDARD_METRICS, *(name for name in OPTIONAL_METRICS if name in table)]
     rows = []
@@ -42,14 +37,7 @@ def summary(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, float]:
-    """Compute "mean", "worst" and "worst_tenth" over agents; NaN without agents.
-
-    The direction of worse values is that of the metric in `METRICS`.
-
-    Example:
-        >>> agent_statistics("accuracy", np.array([0.5, 1.0]))
-        {'mean': 0.75, 'worst': 0.5, 'worst_tenth': 0.5}
-    """
+    """Compute "mean", "worst" and "worst_tenth" over agents; NaN without agents."""
     if not len(values):
         return dict.fromkeys(("mean", "worst", "worst_tenth"), math.nan)
     ordered = np.sort(values)
@@ -63,10 +51,7 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
 
 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
-    """Select benign agents at the last evaluated round of each seed.
-
-    The result is empty if no round was evaluated.
-    """
+    """Select benign agents at the last evaluated round of each seed, if any."""
     metrics = [name for name in (*STANDARD_METRICS, *OPTIONAL_METRICS) if name in table]
     measured = table[metrics].notna().any(axis=1)
     evaluated = table[~table.malicious.astype(bool) & measured]

@@ -2,9 +2,6 @@
 
 Records, progress, trackers and reports read this table. It lacks the metrics that a configuration
 chooses by its key `metrics`, built-in ones included: their columns and labels are their names.
-
-    >>> METRICS["attack_success_rate"].label
-    'Attack success rate'
 """
 
 from dataclasses import dataclass

@@ -12,10 +12,7 @@ _MAX_SLUG = 200
 
 
 def slug(text: str) -> str:
-    """Convert a title or a name to lower-case letters, digits and hyphens for a file name.
-
-    A long one is cut, and ends in a hash of the text.
-    """
+    """Convert a title to lower-case letters, digits and hyphens; a long one ends in a hash."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     if len(words) <= _MAX_SLUG:
         return words

@@ -60,12 +60,10 @@ _REMEDY = "restore it, or run the experiment again with another --out"
 
 
 def set_model_reader(loader: Callable[[], Any]) -> None:
-    """Set the reader of trained models behind `Run.model` and `Run.confusion`.
+    """Set the reader of trained models behind `Run.model` and its like.
 
     Reading models needs the code that builds an experiment, which records do not import. The loader
-    returns an object with the functions `load_model`, `confusion_matrix` and `generated_texts`,
-    with the parameters run, agent, seed and data_dir, and `membership`, with run, seed and
-    data_dir.
+    returns an object with `load_model`, `confusion_matrix`, `generated_texts` and `membership`.
     """
     _model_readers[:] = [loader]
 
@@ -86,12 +84,7 @@ def refuse_models(message: str) -> Iterator[None]:
 
 
 def metric_name(label: str) -> str:
-    """Return the column name of a metric: the name of its function without the module.
-
-    Example:
-        >>> metric_name("my_package.metrics:recall")
-        'recall'
-    """
+    """Return the column of a metric: "recall" for "my_package.metrics:recall"."""
     return label.rpartition(":")[2].rpartition(".")[2]
 
 
@@ -141,50 +134,27 @@ class Run:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """The resolved experiment, config.toml.
-
-        Returns:
-            Settings as nested tables, defaults included.
-        """
+        """The resolved experiment, config.toml, as nested tables with defaults."""
         return read_config(self.folder / "config.toml")
 
     @property
     def name(self) -> str:
-        """The name of the experiment, or of the folder without one.
-
-        Returns:
-            `name` in config.toml; the last part of the folder's path if there is no name.
-        """
+        """The name of the experiment, or of the folder without one."""
         return str(self.config.get("name") or self.folder.name)
 
     @property
     def title(self) -> str:
-        """The title of this run in tables and legends.
-
-        Returns:
-            `title` in config.toml; the name of the run if there is no title.
-        """
+        """The title of this run in tables and legends; by default its name."""
         return one_line(str(self.config.get("title", ""))) or self.name
 
     @cached_property
     def seeds(self) -> tuple[int, ...]:
-        """The seeds that have begun, in ascending order.
-
-        Returns:
-            Seeds, finished or not; empty before the first seed begins.
-        """
+        """The seeds that have begun, finished or not, in ascending order."""
         return tuple(find_seeds(self.folder))
 
     @property
     def complete(self) -> bool:
-        """True if every seed of the configuration has finished.
-
-        Returns:
-            False if a seed has fewer rounds than the configuration, or if there is no seed.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
-        """
+        """True if every seed of the configuration has finished; False without a seed."""
         wanted = {*self.config.get("seeds", ()), *self.seeds}
         rounds = self.config.get("rounds", 0)
         for seed in wanted:
@@ -218,14 +188,7 @@ class Run:
 
     @property
     def unchecked(self) -> tuple[int, ...]:
-        """The seeds without sums.json, whose files are not verified.
-
-        Returns:
-            Seeds in ascending order; empty if every seed has checksums.
-
-        Raises:
-            RunError: A manifest is damaged, or has another seed or other settings.
-        """
+        """The seeds without sums.json, whose files are not verified, in ascending order."""
         return tuple(seed for seed in self.seeds if self._manifest(seed) is None)
 
     def check(self) -> None:
@@ -278,16 +241,9 @@ class Run:
     def records(self) -> pd.DataFrame:
         """One row per seed, round and agent: description and metrics.
 
-        Accuracies and rates are fractions of 1. They exist in evaluated rounds and for benign
-        agents. `test_loss`, `global_accuracy` and `global_loss` are columns of runs that measure
-        them.
-
-        Returns:
-            Table with the columns seed, round, agent, `AGENT_COLUMNS` and one per metric.
-            Values that were not measured are NaN.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
+        Columns are seed, round, agent, cluster, malicious, num_samples, source_in_validation and
+        one per metric. Accuracies and rates are fractions of 1. They exist in evaluated rounds and
+        for benign agents; what was not measured is NaN.
         """
         tables = [self.records_of(seed) for seed in self.seeds]
         if tables:
@@ -297,11 +253,7 @@ class Run:
 
     @property
     def custom_metrics(self) -> list[str]:
-        """Names of the metrics that the configuration chose by its key `metrics`.
-
-        Returns:
-            Column names in the order of the configuration; empty without the key.
-        """
+        """Columns of the metrics that the configuration chose by its key `metrics`."""
         metrics = self.config.get("metrics", [])
         return [metric_name(str(metric.get("name"))) for metric in metrics]
 
@@ -355,15 +307,9 @@ class Run:
     def pairs(self) -> pd.DataFrame:
         """One row per received model: its weight in m_j.
 
-        The agent's weight of its own model is in the row where `peer` equals `agent`, so that the
-        rows of an agent and round sum to 1. `f` is the number of attackers that the rule assumes,
-        NaN for a rule without an assumption.
-
-        Returns:
-            Table with the columns seed, round, agent, peer, weight and f.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
+        Columns are seed, round, agent, peer, weight and f, the number of attackers that the rule
+        assumes (NaN without one). The weight of the agent's own model is in the row where `peer`
+        equals `agent`, so that the rows of an agent and round sum to 1.
         """
         columns: dict[str, list[Any]] = {
             name: [] for name in ("seed", "round", "agent", "peer", "weight", "f")
@@ -387,14 +333,7 @@ class Run:
 
     @cached_property
     def agents(self) -> pd.DataFrame:
-        """One row per seed and agent: cluster, role, numbers of samples.
-
-        Returns:
-            Table with the columns seed, agent and `AGENT_COLUMNS`.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
-        """
+        """One row per seed and agent: cluster, role, numbers of samples."""
         tables = [self._agent_table(seed) for seed in self.seeds]
         if tables:
             return pd.concat(tables, ignore_index=True)
@@ -413,15 +352,7 @@ class Run:
 
     @cached_property
     def timing(self) -> pd.DataFrame:
-        """One row per seed and round: the seconds of each phase.
-
-        Returns:
-            Table with the columns seed and round, and one column per phase. A seed without
-            timing.jsonl has no rows.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
-        """
+        """One row per seed and round: the seconds of each phase; none without timing.jsonl."""
         lines = []
         for seed in self.seeds:
             path = self._verified_path(seed, "timing.jsonl")
@@ -588,10 +519,7 @@ def _append_pairs(columns: dict[str, list[Any]], seed: int, line: dict[str, Any]
 
 
 def find_seeds(folder: Path) -> dict[int, Path]:
-    """Find the folders of the seeds of a run that have begun, in ascending order of seeds.
-
-    A seed whose folder is a link is refused, and so are too many seeds.
-    """
+    """Find the folders of the seeds that have begun, in ascending order; refuse links."""
     folders: dict[int, Path] = {}
     for path in folder.glob("seed-*"):
         seed = path.name.removeprefix("seed-")
@@ -610,10 +538,7 @@ def find_seeds(folder: Path) -> dict[int, Path]:
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read the config.toml of a run.
-
-    A missing file, or one without the settings of a run, is a DamagedError.
-    """
+    """Read the config.toml of a run; DamagedError if it is missing or has other types."""
     try:
         config = read_toml(path)
     except FileNotFoundError as error:

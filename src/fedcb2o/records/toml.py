@@ -1,8 +1,4 @@
-"""Reader of TOML files, with ValueErrors of one line.
-
->>> parse_toml(b"rounds = 3")
-{'rounds': 3}
-"""
+"""Reader of TOML files, with ValueErrors of one line."""
 
 import tomllib
 from pathlib import Path
@@ -14,11 +10,7 @@ _MAX_BYTES = 2**24
 
 
 def parse_toml(content: bytes) -> dict[str, Any]:
-    """Parse the content of a TOML file.
-
-    A byte-order mark at the start is allowed. Content that is not UTF-8 or not TOML is a
-    ValueError.
-    """
+    """Parse UTF-8 TOML, with or without a byte-order mark; ValueError for anything else."""
     try:
         return tomllib.loads(content.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -31,8 +23,5 @@ def parse_toml(content: bytes) -> dict[str, Any]:
 
 
 def read_toml(path: Path, *, follow_links: bool = False) -> dict[str, Any]:
-    """Read a TOML file.
-
-    The errors are OSError and those of `parse_toml`.
-    """
+    """Read a TOML file; the errors are OSError and those of `parse_toml`."""
     return parse_toml(read_regular(path, _MAX_BYTES, follow_links=follow_links))

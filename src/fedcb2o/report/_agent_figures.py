@@ -21,11 +21,7 @@ _WEIGHT_TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
 def weight_norm() -> PowerNorm:
-    """Return the scale of weights, equal on all pages.
-
-    It is that of a cube root. On a linear scale the weight of an agent's own model would hide the
-    weights of its peers.
-    """
+    """Return the scale of weights, a cube root: a linear one would hide the weights of peers."""
     return PowerNorm(1 / 3, vmin=0, vmax=1, clip=True)
 
 

@@ -21,10 +21,7 @@ _MIN_CURVE_POINTS = 3  # a line with fewer points is described by its first valu
 
 
 def describe_figure(figure: Figure) -> str:
-    """Describe each panel of a figure in one sentence.
-
-    A label of the figure replaces the description. The text has no marks of mathematics.
-    """
+    """Describe each panel in one sentence, unless the figure has a label."""
     label = str(figure.get_label())
     if label:
         return _strip_math(label)

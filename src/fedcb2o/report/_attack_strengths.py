@@ -25,10 +25,7 @@ def read_choices(results: GridResults) -> list[dict[str, Any]]:
 
 
 def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.DataFrame:
-    """Build the table of chosen strengths in one setting.
-
-    Its cells are the changes of the chosen strength, defences by attacks.
-    """
+    """Build the table of the changes of chosen strengths, defences by attacks."""
     selected = [choice for choice in choices if choice["setting"] == setting]
     texts = {}
     for choice in selected:
@@ -42,10 +39,7 @@ def chosen_strengths_table(choices: list[dict[str, Any]], setting: str) -> pd.Da
 
 
 def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
-    """Build the table of tested strengths.
-
-    Each strength has a row: the values of each seed, the choice, and the harm.
-    """
+    """Build the table of tested strengths: the values of each seed, the choice, and the harm."""
     rows = []
     for choice in choices:
         seeds = choice["asked"]["seeds"]
@@ -62,10 +56,7 @@ def strength_trials_table(choices: list[dict[str, Any]]) -> pd.DataFrame:
 
 
 def write_strengths(page: Page, results: GridResults, start: str) -> None:
-    """Write strengths.csv, strengths.json and the matrices of the chosen strengths.
-
-    A grid without strengths adds nothing to the page.
-    """
+    """Write strengths.csv, strengths.json and matrices of the chosen strengths, if any."""
     choices = read_choices(results)
     if not choices:
         return

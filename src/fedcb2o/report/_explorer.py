@@ -91,10 +91,10 @@ def explorer_page(
 def explorer_tables(
     grids: Sequence[GridResults], measures: Sequence[str]
 ) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Collect the tables of the explorer and their values.
+    """Collect the tables of the explorer and their values, as integers of 16 bits.
 
-    All values are integers of 16 bits. A measure of a table begins at its `offset`, in the order
-    defence, column, seed. A value is `step` times its integer; 65535 stands for a missing one.
+    A measure begins at its `offset`, in the order defence, column, seed. A value is `step` times
+    its integer; 65535 stands for a missing one.
     """
     tables = []
     parts: list[np.ndarray] = []
@@ -118,11 +118,7 @@ def explorer_tables(
 
 
 def pack(tables: list[dict[str, Any]], values: np.ndarray) -> str:
-    """Compress the data of the explorer.
-
-    The text is base64 of the deflated length of the JSON, JSON, low bytes and high bytes. Separate
-    halves of the integers compress better.
-    """
+    """Return base64 of the deflated length of the JSON, JSON, low bytes and high bytes."""
     text = json.dumps(tables, ensure_ascii=False, separators=(",", ":")).encode()
     low = (values & 255).astype(np.uint8).tobytes()
     high = (values >> 8).astype(np.uint8).tobytes()
@@ -131,10 +127,7 @@ def pack(tables: list[dict[str, Any]], values: np.ndarray) -> str:
 
 
 def unpack(page: str) -> tuple[list[dict[str, Any]], np.ndarray]:
-    """Read the data of an explorer from its page.
-
-    It is the inverse of `pack`.
-    """
+    """Read the data of an explorer from its page, the inverse of `pack`."""
     start = page.index('id="data">') + len('id="data">')
     data = zlib.decompress(base64.b64decode(page[start : page.index("<", start)]))
     (length,) = struct.unpack_from("<I", data)

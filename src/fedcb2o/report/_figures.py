@@ -116,10 +116,7 @@ def learning_curves(runs: Sequence[Run]) -> list[Curve]:
 
 
 def curve_panels(lines: Sequence[Curve]) -> Panels:
-    """Build one panel for each metric over the rounds; see `curves`.
-
-    Without an evaluated round it is a RunError.
-    """
+    """Build one panel per metric over the rounds; RunError without an evaluated round."""
     tables = [line.table for line in lines]
     custom = [metric for line in lines for metric in line.custom_metrics]
     names = dict.fromkeys((*STANDARD_METRICS, *OPTIONAL_METRICS, *custom))
@@ -132,10 +129,7 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
 
 
 def source_count_panels(runs: Sequence[Run]) -> Panels:
-    """Build one panel for each metric of the source class; see `source_counts`.
-
-    There are none if the number of source-class samples is unknown for all agents.
-    """
+    """Build one panel per metric of the source class, none if its samples are not counted."""
     tables = [by_source_count(run) for run in runs]
     groups = sorted({str(name) for table in tables for name in table["samples"]})
     metrics = [metric for metric in SOURCE_METRICS if _is_measured(metric, tables)]
@@ -308,12 +302,7 @@ def _annotate_values(
 
 
 def percent_formatter() -> FuncFormatter:
-    """Return a formatter of ticks in percent, with the necessary decimals.
-
-    Example:
-        >>> percent_formatter()(0.125)
-        '12.5%'
-    """
+    """Return a formatter of ticks in percent, with the necessary decimals."""
     return FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
@@ -323,10 +312,7 @@ def _criterion_round(run: Run) -> int:
 
 
 def figure_title(run: Run, label: str) -> str:
-    """Return the title of a run in a figure, with T_G typeset.
-
-    T_G is added if the label lacks it. Mathematics are in dollar signs.
-    """
+    """Return the title of a run with T_G, typeset by dollar signs."""
     label = shorten_label(label)
     if _criterion_round(run) and "T_G" not in label:
         label += f" (T_G = {_criterion_round(run)})"

@@ -99,12 +99,7 @@ GRID_METRICS = {
 
 
 def metric_info(value: str) -> GridMetric:
-    """Return the description of a metric, also of one cluster.
-
-    Example:
-        >>> metric_info("accuracy_cluster_2").title
-        'Overall accuracy, cluster 2'
-    """
+    """Return the description of a metric, also of one cluster ("accuracy_cluster_2")."""
     name, _, cluster = value.partition("_cluster_")
     if not cluster.isdecimal():
         return GRID_METRICS[value]

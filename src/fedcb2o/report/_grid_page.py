@@ -103,10 +103,7 @@ def _write_files(
 
 
 def grid_notes(results: GridResults) -> Iterator[str]:
-    """Describe missing runs, failed runs, and measurements on tuning data.
-
-    A note is a sentence without a full stop.
-    """
+    """Describe missing and failed runs, and tuning data, in sentences without a full stop."""
     views = [SettingResults(results, setting).rows for setting in results.settings]
     attacked = pd.concat([rows[rows.role == "attack"] for rows in views])
     yield from _progress_notes(results, attacked)

@@ -40,9 +40,8 @@ def draw_heat_map(
 ) -> Figure:
     """Draw a matrix in percent, with half the interval below means.
 
-    `means` are distances to the best; cells with NaN are blank. `failed` cells have no value
-    because the run failed, `marked` cells have a dagger, and `separated` columns have a gap to the
-    others.
+    `means` are distances to the best; NaN is blank. `marked` cells have a dagger, and `separated`
+    columns a gap to the others.
     """
     names = [str(name) for name in means.columns]
     rows = _shorten(means.index)

@@ -3,9 +3,6 @@
 A page inlines the style and the script of `report/static`. Figures are inlined as SVG. Every grey
 is a mix of the colours of text and background, so that figures follow the light or dark mode of the
 reader. A page has one script; its content policy lets a browser run no other.
-
-    >>> typeset("T_G < 5")
-    Markup('<i>T</i><sub>G</sub> &lt; 5')
 """
 
 import base64
@@ -81,22 +78,12 @@ def _blocks() -> Any:
 
 
 def render_block(name: str, *arguments: object) -> Markup:
-    """Render one macro of `templates/blocks.html.jinja`.
-
-    Text among the arguments is escaped, markup is not.
-
-    Example:
-        >>> render_block("paragraph", "2 < 3", "note")
-        Markup('<p class="note">2 &lt; 3</p>')
-    """
+    """Render a macro of `templates/blocks.html.jinja`; text is escaped, markup is not."""
     return Markup(str(getattr(_blocks(), name)(*arguments)).strip("\n"))
 
 
 def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section] = ()) -> str:
-    """Render a whole page.
-
-    The title is also the first heading. A page without sections has no contents.
-    """
+    """Render a whole page, with contents if there are sections."""
     return (
         _environment()
         .get_template("page.html.jinja")
@@ -112,10 +99,7 @@ def render_page(title: str, blocks: Sequence[Markup], sections: Sequence[Section
 
 
 def render_explorer(**values: Any) -> str:
-    """Render the page of the results explorer.
-
-    `values` lack the style and the script of the page, which are added.
-    """
+    """Render the page of the results explorer, with its style and its script."""
     template = _environment().get_template("explorer.html.jinja")
     return template.render(
         policy=content_policy(EXPLORER_SCRIPT),
@@ -142,10 +126,7 @@ def to_png(figure: Figure) -> bytes:
 
 
 def figure_row(figures: Sequence[Figure], name: str) -> Markup:
-    """Render figures in a row that wraps on narrow pages.
-
-    `name` begins the ids in the SVG, so it must be unique on the page.
-    """
+    """Render figures in a row that wraps; `name` begins ids, unique on the page."""
     items = []
     for number, figure in enumerate(figures, start=1):
         width = _PIXELS_PER_INCH * figure.get_figwidth()

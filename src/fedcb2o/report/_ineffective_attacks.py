@@ -14,9 +14,8 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
     """Compute simultaneous bounds of the harm of each attack over all defences.
 
     Student's intervals hold at once with probability `CONFIDENCE` (Bonferroni), over defences and
-    measures of harm. Cells with fewer than 5 seeds have no interval and are left out. `rows` is a
-    result of `add_attack_effects`. Each attack has a row: low and high (largest lower and upper end
-    over the intervals), and intervals (their number).
+    measures of harm with 5 seeds. Columns are low and high, the largest ends over the intervals,
+    and their number, intervals.
     """
     statistics = pd.concat([seed_statistics(rows, name) for name in _HARM_METRICS if name in rows])
     is_wanted = statistics.index.get_level_values("attack").isin(attacks)
@@ -31,10 +30,7 @@ def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:
 
 
 def ineffective_attack_notes(rows: pd.DataFrame, attacks: Sequence[str]) -> Iterator[str]:
-    """Describe each attack without a significant effect on any defence.
-
-    A note is a sentence without a full stop.
-    """
+    """Describe attacks without a significant effect, in sentences without a full stop."""
     for name, row in harm_bounds(rows, attacks).iterrows():
         if row.low <= 0:
             yield (

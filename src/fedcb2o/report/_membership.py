@@ -15,11 +15,10 @@ from fedcb2o.report.tables import (
 
 
 def membership_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
-    """Tabulate membership inference against the models of runs.
+    """Tabulate membership inference against the models of runs with a checkpoint.
 
-    Runs need a checkpoint. Cells are texts in percent: the mean over seeds of the means over benign
-    agents, with its interval. Rows are AUC and true positive rate at 1% false positives, columns
-    run and model, sent or kept.
+    Cells are texts in percent: the mean over seeds of the means over benign agents, with its
+    interval.
     """
     columns: dict[str, dict[str, str]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):
@@ -34,11 +33,10 @@ def membership_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
 
 
 def class_gain_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:
-    """Tabulate the gain over training alone by class.
+    """Tabulate the gain over training alone by class, for runs with a local baseline.
 
-    Runs need a checkpoint; those without a local baseline are left out. Cells are texts in percent
-    over the test samples of all benign agents: mean over seeds with its interval. Rows are classes;
-    columns are accuracy, local baseline and gain of each run.
+    Cells are texts in percent over the test samples of all benign agents: mean over seeds with its
+    interval.
     """
     columns: dict[str, pd.Series[str]] = {}
     for label, run in zip(run_labels(runs), runs, strict=True):

@@ -1,14 +1,4 @@
-"""Builder of report pages and of the files next to them.
-
->>> from tempfile import TemporaryDirectory
->>> with TemporaryDirectory() as folder:
-...     page = create_page(Path(folder))
-...     page.add_heading("Results")
-...     page.add_text("2 < 3")
-...     page.write_page("report.html", "Example")
-...     [path.name for path in page.paths]
-['report.html']
-"""
+"""Builder of report pages and of the files next to them."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,10 +34,7 @@ class Page:
     _legends: set[str] = field(default_factory=set)
 
     def write_file(self, name: str, content: str | bytes) -> None:
-        """Write a file into the folder of the page.
-
-        Missing folders are made.
-        """
+        """Write a file into the folder of the page, and make missing folders."""
         path = self.out / name
         for parent in path.relative_to(self.out).parents:
             if parent != Path() and (self.out / parent).is_symlink():
@@ -62,19 +49,13 @@ class Page:
         self.paths.append(path)
 
     def write_table(self, name: str, table: pd.DataFrame) -> None:
-        """Write a table as CSV, Markdown and LaTeX.
-
-        `name` has no suffix. The index becomes the first column.
-        """
+        """Write a table as CSV, Markdown and LaTeX; `name` has no suffix."""
         self.write_file(f"{name}.csv", table.to_csv())
         self.write_file(f"{name}.md", to_markdown(table))
         self.write_file(f"{name}.tex", to_latex(table))
 
     def add_heading(self, title: str, *, is_section: bool = False) -> None:
-        """Add a heading to the page and to its contents.
-
-        After the heading of a section the following ones are one level below it.
-        """
+        """Add a heading to the page and to its contents."""
         if is_section:
             self._level = _TOP_LEVEL
         self._headings += 1
@@ -88,10 +69,7 @@ class Page:
             self._level += 1
 
     def add_text(self, text: str | Markup) -> None:
-        """Add a paragraph.
-
-        Text is escaped, markup is not.
-        """
+        """Add a paragraph; text is escaped, markup is not."""
         self.blocks.append(render_block("paragraph", text))
 
     def add_warning(self, text: str) -> None:
@@ -120,10 +98,7 @@ class Page:
         caption: str = "",
         collapsed: bool = False,
     ) -> None:
-        """Add a table to the page, without files and without a heading.
-
-        Screen readers read `name`. It is also the title of a collapsed table, which a click opens.
-        """
+        """Add a table without files or heading; a click opens a collapsed one by its `name`."""
         has_many_columns = table.shape[1] > _MANY_COLUMNS
         content = render_block("frame", to_html(table), name, has_many_columns)
         if caption:
@@ -133,10 +108,7 @@ class Page:
         self.blocks.append(content)
 
     def show_figures(self, figures: Sequence[Figure], name: str, *, caption: str = "") -> None:
-        """Add figures to the page, without files and without a heading.
-
-        They are side by side. `name` begins the ids in the SVG, so it must be unique on the page.
-        """
+        """Add figures side by side, without files; `name` begins ids, unique on the page."""
         self.blocks.append(figure_row(figures, name))
         if caption:
             self.add_note(caption)
@@ -151,10 +123,7 @@ class Page:
         collapsed: bool = False,
         transposed: bool = False,
     ) -> None:
-        """Add a table under a heading and write its files.
-
-        `name` is a path in the folder without suffix. A click on the title opens a collapsed table.
-        """
+        """Add a table under a heading, or collapsed under its title, and write its files."""
         self.write_table(name, table)
         if not collapsed:
             self.add_heading(title)
@@ -163,10 +132,7 @@ class Page:
         self.show_table(table, title, caption=caption, collapsed=collapsed)
 
     def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
-        """Add figures under a heading and write them as PNG.
-
-        Keys are file names without suffix; None in place of a figure is skipped.
-        """
+        """Add figures under a heading and write them as PNG, by names without suffix."""
         drawn = {name: figure for name, figure in figures.items() if figure is not None}
         for name, figure in drawn.items():
             self.write_file(f"{name}.png", to_png(figure))
@@ -175,10 +141,7 @@ class Page:
             self.show_figures(list(drawn.values()), slug(title), caption=caption)
 
     def add_panels(self, title: str, name: str, panels: Panels, caption: str) -> None:
-        """Add panels under a heading and write them as one PNG.
-
-        `name` is a file name without suffix. Empty panels add nothing.
-        """
+        """Add panels, if there are any, under a heading and write them as one PNG."""
         if not panels.draw_functions:
             return
         self.write_file(f"{name}.png", to_png(draw_panels(panels)))
@@ -215,10 +178,5 @@ def create_page(out: Path) -> Page:
 
 
 def flatten_to_text(config: Mapping[str, Any]) -> dict[str, str]:
-    """Convert nested settings to text with dotted keys.
-
-    Example:
-        >>> flatten_to_text({"agents": {"budget": 6}})
-        {'agents.budget': '6'}
-    """
+    """Convert nested settings to text with dotted keys."""
     return {key: str(value) for key, value in flatten(config).items()}

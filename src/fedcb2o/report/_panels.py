@@ -66,14 +66,7 @@ class Panels:
 
 
 def method_colour(i: int) -> str:
-    """Return the colour of the method in position i, different for every position.
-
-    Colours beyond `PALETTE` have hues at equal distances by the golden ratio.
-
-    Example:
-        >>> method_colour(0)
-        '#0072B2'
-    """
+    """Return the colour of the method in position i, different for every position."""
     if i < len(PALETTE):
         return PALETTE[i]
     hue = (i * _GOLDEN_RATIO) % 1
@@ -85,11 +78,7 @@ def method_colour(i: int) -> str:
 def draw_panels(
     panels: Panels, single: Callable[[Axes], None] | None = None, *, with_legend: bool = True
 ) -> Figure:
-    """Draw panels above one legend of all their entries.
-
-    `single` is the only panel to draw; by default all are. See `draw_legend` for a legend of its
-    own.
-    """
+    """Draw panels, or a `single` one, above one legend of all their entries."""
     functions = list(panels.draw_functions)
     if single is not None:
         functions = [single]
@@ -110,10 +99,7 @@ def draw_panels(
 
 @mpl.rc_context(STYLE)
 def draw_legend(figure: Figure) -> Figure | None:
-    """Draw the legend of a figure as a figure of its own.
-
-    It has its entries as label. None stands for a figure without entries.
-    """
+    """Draw the legend of a figure as a figure of its own; None without entries."""
     entries = _legend_entries(figure)
     if not entries:
         return None

@@ -16,8 +16,7 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
     """Compute the regret of each run against the best defence.
 
     The best defence of a column has the best mean over seeds among the defences with the most
-    seeds. `highest` means that a high value is the worse one. `best` is the name of the best
-    defence in the columns defence, attack, seed, best and regret.
+    seeds. `highest` means that a high value is worse.
     """
     known = rows.dropna(subset=value)
     means = known.groupby(["attack", "defence"])[value].agg(["count", "mean"]).reset_index()
@@ -35,19 +34,14 @@ def shortfalls(rows: pd.DataFrame, value: str, *, highest: bool) -> pd.DataFrame
 
 
 def regrets(short: pd.DataFrame) -> pd.DataFrame:
-    """Compute statistics over seeds of the regrets in each column.
-
-    The index is defence and attack, the columns are those of `group_statistics`.
-    """
+    """Compute `group_statistics` of the regrets of each defence in each column (`attack`)."""
     return group_statistics(short.groupby(["defence", "attack"]).regret)
 
 
 def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
-    """Find the worst column of each defence and the regret in it.
+    """Find the worst column (`attack`) of each defence with all columns, and the regret there.
 
-    The interval is that of the paired differences in this column. It takes the column, and the best
-    defence in it, as given. The index is the defences with a value in all columns. `attack` is the
-    name of the worst column.
+    The interval takes this column, and the best defence in it, as given.
     """
     groups = _rows_at_worst(short, columns).groupby("defence")
     return group_statistics(groups.regret).join(groups.attack.first())
@@ -56,10 +50,7 @@ def worst_regret(short: pd.DataFrame, columns: Sequence[str]) -> pd.DataFrame:
 def worst_regret_differences(
     short: pd.DataFrame, columns: Sequence[str], reference: str
 ) -> pd.DataFrame:
-    """Compare the worst regret of each defence with a reference's.
-
-    Each defence has its own worst column. The index is the other defences.
-    """
+    """Compare worst regrets with a reference's; each defence has its own worst column."""
     rows = _rows_at_worst(short, columns)
     base = rows[rows.defence == reference].set_index("seed").regret
     others = rows[rows.defence != reference]

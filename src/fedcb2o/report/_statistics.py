@@ -5,9 +5,6 @@ unit of every interval is the seed: the scores of all its agents on one picture,
 each cluster, are one value of its mean. Values are fractions of 1, seconds or megabytes. A
 deviation is that of a sample (ddof = 1). An interval is Student's for the mean; that of a rate is
 computed on the logit scale, so that it stays in [0, 1].
-
-    >>> format_interval(84.31, 83.9, 84.6)
-    '84.3 [83.9, 84.6]'
 """
 
 import math
@@ -35,11 +32,10 @@ _ROUNDING_ERROR = 1e-9  # an end of an interval that is nearer to 0 counts as 0
 def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     """Select the rows of one setting and add the effects of attacks.
 
-    `lost` is the accuracy of the better baseline minus that of the attacked run with the same seed.
-    `success` is the attack success rate minus that of the better baseline. The better baseline of a
-    metric is the one with the better mean over seeds. All baselines of a defence with one role are
-    the same training, so any of them serves. The rows of each defence without attack come under the
-    names in `BASELINES`.
+    `lost` is the accuracy of the better baseline, by its mean over seeds, minus that of the
+    attacked run with the same seed; `success` is the net attack success rate. All baselines of a
+    defence with one role are the same training, so any of them serves. Rows without attack come
+    under the names in `BASELINES`.
     """
     rows = results.rows[results.rows.setting == setting]
     baselines = rows[rows.attack == ""]
@@ -74,11 +70,7 @@ def _better_baseline(baselines: pd.DataFrame, value: str, *, highest: bool) -> "
 
 
 def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
-    """Compute statistics over seeds of one column.
-
-    `keys` are further columns that distinguish rows. The index is defence, attack and `keys`, the
-    columns are those of `group_statistics`.
-    """
+    """Compute `group_statistics` of one column by defence, attack and `keys`."""
     groups = rows.dropna(subset=value).groupby(["defence", "attack", *keys])
     table = group_statistics(groups[value])
     is_rate: Any = value not in UNBOUNDED_METRICS
@@ -88,11 +80,7 @@ def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
 
 
 def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: str) -> pd.DataFrame:
-    """Compute statistics over seeds of the differences to a reference defence.
-
-    Differences are between runs with the same attack and seed. The index is as in
-    `seed_statistics`.
-    """
+    """Compute statistics of differences to a reference with the same attack and seed."""
     pair_keys = ["attack", *keys, "seed"]
     base = rows[rows.defence == reference].set_index(pair_keys)[value].rename("base")
     both = rows[rows.defence != reference].join(base, on=pair_keys)
@@ -101,10 +89,7 @@ def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: st
 
 
 def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str]) -> pd.DataFrame:
-    """Compute statistics of each defence over seeds of the mean over attacks.
-
-    A seed without all of the attacks is left out.
-    """
+    """Compute statistics of means over attacks, without seeds that lack an attack."""
     selected = rows[rows.attack.isin(attacks)]
     table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
     # A mean over fewer attacks would not compare with the others.
@@ -115,10 +100,7 @@ def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str
 def worst_attack(
     statistics: pd.DataFrame, attacks: Sequence[str], *, highest: bool
 ) -> dict[str, str]:
-    """Find the attack with the worst mean for each defence.
-
-    `highest` means that a high value is the worse one.
-    """
+    """Find the attack with the worst mean, `highest` or lowest, for each defence."""
     means = statistics["mean"].unstack("attack").reindex(columns=list(attacks)).dropna()
     choose = max if highest else min
     found = {}
@@ -129,14 +111,9 @@ def worst_attack(
 
 
 def format_interval(mean: float, low: float, high: float, digits: int = 1, sign: str = "") -> str:
-    """Format a mean with its interval.
+    """Format a mean with its interval, if `low` is not NaN.
 
-    Decimals are added if 0 is in the interval and rounding would hide that. A `low` of NaN means no
-    interval. `sign` "+" writes the sign of positive numbers.
-
-    Example:
-        >>> format_interval(0.44, -0.01, 0.89)
-        '0.44 [-0.01, 0.89]'
+    Decimals are added if 0 is in the interval and rounding would hide that: "0.44 [-0.01, 0.89]".
     """
     if low < -_ROUNDING_ERROR and high > _ROUNDING_ERROR:
         # "0.0" as an end would look like an interval without 0.
@@ -150,25 +127,16 @@ def format_interval(mean: float, low: float, high: float, digits: int = 1, sign:
 
 
 def interval_half_width(count: Any, deviation: Any, confidence: Any = CONFIDENCE) -> Any:
-    """Compute half the width of Student's interval for a mean.
-
-    It is NaN for fewer than `MIN_SEEDS` values.
-    """
+    """Compute half of Student's interval for a mean; NaN for fewer than `MIN_SEEDS` values."""
     half = stdtrit(count - 1, (1 + confidence) / 2) * deviation / np.sqrt(count)
     return half * np.where(np.asarray(count) >= MIN_SEEDS, 1.0, np.nan)
 
 
 def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
-    """Compute the interval for a mean of rates, on the logit scale.
+    """Compute the interval for a mean of rates on the logit scale; NaN for few seeds.
 
-    The half width on that scale is Student's, divided by the derivative of the mean (mean * (1 -
-    mean)). A mean of values that are all equal has an interval of width 0. The rates and both ends
-    are from 0 to 1. The ends are NaN for fewer than `MIN_SEEDS` values.
-
-    Example:
-        >>> low, high = rate_interval(5, 0.5, 0.0)
-        >>> float(low), float(high)
-        (0.5, 0.5)
+    The half width on that scale is Student's, divided by the derivative of the mean, mean * (1 -
+    mean). A mean of values that are all equal has an interval of width 0.
     """
     half = interval_half_width(count, deviation)
     slope = np.asarray(mean * (1 - mean), dtype=float)
@@ -179,10 +147,7 @@ def rate_interval(count: Any, mean: Any, deviation: Any) -> tuple[Any, Any]:
 
 
 def bound_rates(table: pd.DataFrame, is_rate: Any = True) -> pd.DataFrame:
-    """Replace the intervals of rates by those on the logit scale.
-
-    `table` is a result of `group_statistics`. `is_rate` is one value for all rows or one per row.
-    """
+    """Replace the intervals of rates by those on the logit scale, in all or some rows."""
     low, high = rate_interval(table.seeds, table["mean"].clip(0.0, 1.0), table.deviation)
     keep = np.broadcast_to(~np.asarray(is_rate, dtype=bool), len(table))
     return table.assign(low=table.low.where(keep, low), high=table.high.where(keep, high))
@@ -191,9 +156,8 @@ def bound_rates(table: pd.DataFrame, is_rate: Any = True) -> pd.DataFrame:
 def group_statistics(groups: Any) -> pd.DataFrame:
     """Compute statistics of each group of values.
 
-    Columns are seeds (number of values), mean, deviation, low and high (95% interval), and p
-    (two-sided, Student's, for a mean of 0). The last three are NaN for fewer than `MIN_SEEDS`
-    values.
+    Columns are seeds (number of values), mean, deviation, and low, high (95% interval) and p
+    (two-sided, Student's, for a mean of 0), which are NaN for fewer than `MIN_SEEDS` values.
     """
     table = pd.DataFrame(
         {"seeds": groups.count(), "mean": groups.mean(), "deviation": groups.std(ddof=1)}
@@ -210,15 +174,10 @@ def group_statistics(groups: Any) -> pd.DataFrame:
 
 
 def holm_correction(p: "pd.Series[float]") -> "pd.Series[float]":
-    """Correct p-values for their number by Holm's method.
+    """Correct p-values for their number by Holm's method; NaN does not count.
 
     A corrected value bounds the probability of a single false finding among all (Holm, "A simple
-    sequentially rejective multiple test procedure", 1979). NaN stays NaN and does not count.
-    Corrected values are at most 1.
-
-    Example:
-        >>> holm_correction(pd.Series([0.01, 0.5, 0.02])).tolist()
-        [0.03, 0.5, 0.04]
+    sequentially rejective multiple test procedure", 1979).
     """
     known = p.dropna().sort_values(kind="stable")
     corrected = (known * np.arange(len(known), 0, -1)).cummax().clip(upper=1.0)

@@ -1,8 +1,4 @@
-r"""Tables as text: for the terminal (rich), Markdown, LaTeX and HTML.
-
->>> to_markdown(pd.DataFrame({"Accuracy": ["84.3"]}, index=pd.Index(["FedCB2O"], name="Run")))
-'| Run | Accuracy |\n| --- | ---: |\n| FedCB2O | 84.3 |\n'
-"""
+r"""Tables as text: for the terminal (rich), Markdown, LaTeX and HTML."""
 
 import re
 from collections.abc import Iterable, Sequence

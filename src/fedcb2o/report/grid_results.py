@@ -81,48 +81,28 @@ class GridResults:
 
     @property
     def title(self) -> str:
-        """The title of the page.
-
-        Returns:
-            `title` of the grid, else its name, else the name of the folder.
-        """
+        """The title of the grid, else its name, else the name of the folder."""
         title = one_line(str(self.table.get("title", "")))
         return title or str(self.table.get("name") or self.folder.name)
 
     @property
     def settings(self) -> list[str]:
-        """The settings in the order of the grid; [""] without any.
-
-        Returns:
-            Names of the settings; "" is the name of the only setting of a grid without any.
-        """
+        """The settings in the order of the grid; [""] without any."""
         return [*self.table.get("settings", {})] or [""]
 
     @property
     def defences(self) -> list[str]:
-        """The defences in the order of the grid.
-
-        Returns:
-            Names of the defences, also of those without a finished run.
-        """
+        """The defences in the order of the grid, also those without a finished run."""
         return [*self.table["defences"]]
 
     @property
     def attacks(self) -> list[str]:
-        """The attacks in the order of the grid.
-
-        Returns:
-            Names of the attacks, without the baselines.
-        """
+        """The attacks in the order of the grid, without the baselines."""
         return [*self.table["attacks"]]
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of every cell.
-
-        Returns:
-            Seeds in the order of the grid. A defence may have its own; see `defence_seeds`.
-        """
+        """The seeds of every cell; a defence may have its own, see `defence_seeds`."""
         return [*self.table["seeds"]]
 
     def defence_seeds(self, defence: str) -> list[int]:
@@ -138,20 +118,12 @@ class GridResults:
 
     @property
     def set_aside(self) -> list[str]:
-        """The attacks that a second worst column leaves out.
-
-        Returns:
-            Names of the attacks; empty without the key `set_aside`.
-        """
+        """The attacks that a second worst column leaves out, if any."""
         return [*self.table.get("set_aside", [])]
 
     @property
     def reference(self) -> str:
-        """The defence that the others are compared with.
-
-        Returns:
-            Name of the defence; the first one of the grid by default.
-        """
+        """The defence that the others are compared with, by default the first one."""
         return str(self.table.get("reference") or self.defences[0])
 
     def algorithm_name(self, defence: str) -> str:
@@ -302,11 +274,7 @@ def _metrics_by_seed(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
 
 
 def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, float]:
-    """Compute the metrics of one seed over benign agents.
-
-    Scores are at the last round, received models in the last fifth of the rounds, and seconds and
-    megabytes over all rounds.
-    """
+    """Compute the metrics of one seed: scores of benign agents at the last round, and costs."""
     records = run.records_of(seed)
     benign = records[~records.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
@@ -332,12 +300,10 @@ def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, 
 
 
 def _received_statistics(run: Run, seed: int) -> dict[str, float]:
-    """Compute shares and weights of the models that benign agents receive.
+    """Compute shares of received models, and weights in m_j, of benign agents.
 
-    Shares are of received models. Weights are in m_j, means over agents and rounds, NaN for a rule
-    without weights. `malicious_most` is the largest number of malicious models that a benign agent
-    received in a round. `f_exceeded` is the share of rounds in which this number exceeds the
-    assumption of the rule.
+    Weights are means over agents and rounds, NaN for a rule without weights. `f_exceeded` is the
+    share of rounds with more malicious models than the rule assumes.
     """
     metadata = run.about(seed)
     cluster = np.array(metadata["cluster"])

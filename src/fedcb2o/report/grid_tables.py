@@ -46,10 +46,7 @@ class SettingResults:
 
     @cached_property
     def baselines(self) -> list[str]:
-        """The columns without attack, which come before those of the attacks.
-
-        They are the values of `BASELINES` that have rows in this setting.
-        """
+        """The columns without attack that have rows; they come before those of the attacks."""
         names = [name for name in BASELINES.values() if name not in self.attacks]
         return [name for name in names if (self.rows.attack == name).any()]
 
@@ -84,10 +81,7 @@ class SettingResults:
 
     @cached_property
     def has_worst_tenth(self) -> bool:
-        """True if the worst tenth has more agents than the worst one.
-
-        It is False if their accuracies are equal in every run.
-        """
+        """True unless the worst tenth equals the worst agent in every run."""
         measured = self.rows.dropna(subset="accuracy_worst_tenth")
         return not measured.accuracy_worst_tenth.equals(measured.accuracy_worst)
 
@@ -103,10 +97,7 @@ class SettingResults:
 
     @property
     def worst_column_exclusions(self) -> dict[str, list[str]]:
-        """The worst columns: titles, and the attacks that each one leaves out.
-
-        The first column leaves out no attack. A second one exists if the grid sets attacks aside.
-        """
+        """The worst columns: over all attacks, and without those that the grid sets aside."""
         excluded = [name for name in self.attacks if name in self.results.set_aside]
         if not excluded:
             return {WORST_COLUMN: []}
@@ -121,10 +112,7 @@ def _is_high_worse(value: str) -> bool:
 
 
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """Build the matrix of one metric, with the worst attack last.
-
-    Cells are texts: mean and 95% interval over seeds.
-    """
+    """Build the matrix of one metric, mean and interval, with the worst attack last."""
     statistics = seed_statistics(view.rows, value)
     columns = view.columns(value)
     table = _text_table(view, _format_rows(statistics, value), columns)
@@ -138,10 +126,7 @@ def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
 
 
 def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """Build the matrix of regrets in one metric, with the worst columns.
-
-    Cells are texts; "best" for the best defence of a column.
-    """
+    """Build the matrix of regrets in one metric ("best" for 0), with the worst columns."""
     short = view.shortfalls(value)
     columns = view.columns(value)
     texts = _format_rows(_regret.regrets(short), value)
@@ -159,8 +144,7 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
     """Build the table of worst regrets in accuracy and attack success.
 
     A dagger marks a rule that received more malicious models than it assumes in that column.
-    Intervals are paired. The second half of the columns leaves out the attacks that the grid sets
-    aside.
+    Intervals are paired.
     """
     columns = {}
     for title, (short, names) in regret_contests(view).items():
@@ -169,11 +153,7 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
 
 
 def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
-    """Build the table of the worst effects of attacks.
-
-    They are the largest loss of accuracy and the largest net success, with and without the attacks
-    that the grid sets aside.
-    """
+    """Build the table of the largest loss of accuracy and net success of attacks."""
     columns = {}
     for value in ("lost", "success"):
         for title, excluded in view.worst_column_exclusions.items():
@@ -185,10 +165,7 @@ def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
 
 
 def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
-    """Build the table of worst regrets minus those of the reference.
-
-    An asterisk marks significant differences after Holm's correction over a column.
-    """
+    """Build the table of worst regrets minus the reference's, with Holm's correction."""
     reference = view.results.reference
     columns: dict[str, pd.Series[Any]] = {}
     for title, (short, names) in regret_contests(view).items():
@@ -198,10 +175,7 @@ def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
 
 
 def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[str]]]:
-    """Collect the regrets and columns behind each column of `worst_regrets`.
-
-    Each title has the regret of each run and the columns to choose the worst from.
-    """
+    """Collect the regrets and columns behind each column of `worst_regrets`."""
     contests: dict[str, tuple[pd.DataFrame, list[str]]] = {}
     metrics = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
     for title, excluded in view.worst_column_exclusions.items():
@@ -225,11 +199,7 @@ def _lower_first(text: str) -> str:
 
 
 def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
-    """Build the matrix of differences to the reference, paired by seeds.
-
-    An asterisk marks significant differences after Holm's correction over the table. Cells are
-    texts: mean and 95% interval.
-    """
+    """Build the matrix of differences to the reference, paired by seeds, with Holm's correction."""
     reference = view.results.reference
     texts = _format_differences(paired_differences(view.rows, value, reference), value)
     table = view.pivot(texts, view.columns(value)).astype(object).fillna("–")
@@ -237,10 +207,7 @@ def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
 
 
 def compare_settings(results: GridResults, value: str, column: str) -> pd.DataFrame:
-    """Build the table of one column of a metric in all settings.
-
-    `column` is an attack or a baseline. Rows are defences, columns settings.
-    """
+    """Build the table of an attack or a baseline, by one metric: defences by settings."""
     columns = {}
     for setting in results.settings:
         view = SettingResults(results, setting)
@@ -277,12 +244,7 @@ def _shorten_contest(title: str) -> str:
 
 
 def defence_overview(view: SettingResults) -> pd.DataFrame:
-    """Build the overview of defences.
-
-    Columns are the accuracy without attack; accuracy and attack success in the mean over attacks,
-    under the worst attack and for its worst tenth of the agents; weight of malicious models; costs
-    of a round.
-    """
+    """Build the overview of defences: scores without attack and under the worst; costs."""
     texts = _format_rows(seed_statistics(view.rows, "accuracy"), "accuracy")
     columns = {name: texts.xs(name, level="attack") for name in view.baselines}
     for value, title in COMPARED_METRICS.items():
@@ -299,10 +261,7 @@ def defence_overview(view: SettingResults) -> pd.DataFrame:
 
 
 def tuning_table(results: GridResults) -> pd.DataFrame:
-    """Build the table of tuning candidates.
-
-    Each candidate has a row: changes, score, and the choice.
-    """
+    """Build the table of tuning candidates: changes, score, and the choice."""
     rows = []
     for defence, choice in results.tuning.items():
         candidates = zip(choice["asked"]["candidates"], choice["scores"], strict=True)
@@ -319,10 +278,7 @@ def tuning_table(results: GridResults) -> pd.DataFrame:
 
 
 def tuning_rows(results: GridResults) -> pd.DataFrame:
-    """Build the table of all tuning scores.
-
-    Each defence, candidate, attack and seed has a row.
-    """
+    """Build the table of all tuning scores, by defence, candidate, attack and seed."""
     rows = []
     for defence, choice in results.tuning.items():
         asked = choice["asked"]
@@ -334,12 +290,7 @@ def tuning_rows(results: GridResults) -> pd.DataFrame:
 
 
 def describe_changes(changes: object) -> str:
-    """Describe changes of an experiment on one line.
-
-    Example:
-        >>> describe_changes({"agents": {"budget": 4}})
-        'agents.budget = 4'
-    """
+    """Describe changes of an experiment on one line: 'agents.budget = 4'."""
     assert isinstance(changes, dict)
     texts = [f"{key} = {value}" for key, value in flatten_to_text(changes).items()]
     return ", ".join(texts) or "unchanged"

@@ -130,20 +130,12 @@ def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
 
 
 def find_local_baseline(run: Run, among: Sequence[Run] = ()) -> Run | None:
-    """Return the run in which every agent trains alone.
-
-    Runs of `among` come before the folder next to the run.
-    """
+    """Return the run of agents that train alone, among runs or in the folder next to it."""
     return _find_counterpart(run, among, "local", _is_local_baseline)
 
 
 def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
-    """Pair the accuracy of each benign agent with that of its training alone.
-
-    Rows are seeds and agents at the last round of both runs; columns seed, agent, accuracy and
-    accuracy_local. The table is empty without a local baseline. See `find_local_baseline` for
-    `among`.
-    """
+    """Pair each benign agent's accuracy at the last round with `accuracy_local`, alone."""
     baseline = find_local_baseline(run, among)
     columns = ["seed", "agent", "accuracy"]
     if baseline is None:
@@ -156,10 +148,7 @@ def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
 
 
 def custom_metric_means(run: Run) -> pd.DataFrame:
-    """Compute means over benign agents of the metrics of the key `metrics`.
-
-    They are those of the last evaluated round, one row per seed and one column per metric.
-    """
+    """Compute means over benign agents of the metrics of the key `metrics`, by seed."""
     return last_round(run.records).groupby("seed")[run.custom_metrics].mean()
 
 
@@ -294,10 +283,7 @@ def is_attacked(run: Run) -> bool:
 
 
 def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
-    """Find the same run with malicious agents that train cleanly.
-
-    Runs of `among` come before the folder with the name of the run plus "-clean".
-    """
+    """Find the run of agents that train cleanly, among runs or in the folder next to it."""
     if not is_attacked(run):
         return None
     return _find_counterpart(run, among, "clean", _is_counterpart)
@@ -344,16 +330,10 @@ def run_labels(runs: Sequence[Run]) -> list[str]:
 def format_mean_interval(
     values: "pd.Series[float]", *, percent: bool = True, is_difference: bool = False
 ) -> str:
-    """Format the mean of values over seeds with its 95% interval.
+    """Format the mean of values over seeds with its 95% interval; "–" without values.
 
-    The interval of a rate is computed on the logit scale and stays between 0 and 100. Other
-    intervals are Student's. NaN is skipped. Without `percent` a number has three decimals.
-    Differences of rates may be negative, and theirs is Student's interval too. There is no interval
-    for fewer than 5 values, and "–" stands for none.
-
-    Example:
-        >>> format_mean_interval(pd.Series([0.5]))
-        '50.0'
+    The interval of a rate is computed on the logit scale; that of a difference is Student's.
+    Without `percent` a number has three decimals. There is no interval for fewer than 5 values.
     """
     known = values.dropna()
     if known.empty:
@@ -372,10 +352,7 @@ def format_mean_interval(
 
 
 def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
-    """Describe the unit and the seeds behind the numbers of `compare`.
-
-    If runs differ in their seeds, it has their number for each run.
-    """
+    """Describe the unit and the seeds behind the numbers of `compare`."""
     shown = without_counterparts(runs)
     seeds = [last_round(run.records).seed.unique().tolist() for run in shown]
     unit = _unit_caption(shown, over)
@@ -472,10 +449,7 @@ _CONDITIONS: dict[str, Callable[[Run], str]] = {
 
 
 def incomplete_note(run: Run) -> str | None:
-    """Describe the missing seeds and rounds of a run.
-
-    It is a sentence without a full stop; None for a complete run.
-    """
+    """Describe the missing seeds and rounds of a run, without a full stop."""
     if run.complete:
         return None
     rounds = run.config.get("rounds", "?")
@@ -494,10 +468,7 @@ def incomplete_note(run: Run) -> str | None:
 
 
 def unverified_note(run: Run) -> str | None:
-    """Name the seeds of a run without checksums.
-
-    It is a sentence without a full stop; None if all seeds have checksums.
-    """
+    """Name the seeds of a run without checksums, if any, without a full stop."""
     if not run.unchecked:
         return None
     seeds = ", ".join(map(str, run.unchecked))

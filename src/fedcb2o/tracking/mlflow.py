@@ -30,9 +30,8 @@ _MAX_PARAMS = 100  # of one request to MLflow
 class MlflowWriter:
     """A writer to the MLflow experiment of a run or grid.
 
-    Each seed is the MLflow run with its settings and seed, which is made if it does not exist.
-    Copied rounds are not sent again. By default `uri` is a database in `root`, the folder of the
-    run or the grid.
+    Each seed is the MLflow run with its settings and seed. Copied rounds are not sent again. By
+    default `uri` is a database in `root`.
     """
 
     def __init__(self, root: Path, uri: str | None) -> None:
@@ -73,10 +72,7 @@ class MlflowWriter:
         return 0
 
     def write(self, seed_run: SeedRun, scalars: Sequence[Scalar]) -> None:
-        """Add metrics, then the number of the last round.
-
-        An interrupted copy is thereby repeated, not shortened.
-        """
+        """Add metrics, then the last round: an interrupted copy is repeated, not shortened."""
         run_id = self.ids[seed_run]
         now = int(1000 * time.time())
         metrics = [Metric(name, value, now, n) for n, name, value in scalars]

@@ -34,15 +34,10 @@ class SeedRun:
 
 
 def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Scalar]:
-    """Compute the scalars of one line of metrics.jsonl.
+    """Compute the scalars of one line of metrics.jsonl, such as "accuracy/mean".
 
-    Each metric has its mean over the benign agents with a value. Evaluated metrics also have the
-    worst agent and the mean of the worst tenth, as in summary.json. Names are such as
-    "accuracy/mean", "accuracy/worst" and "accuracy/worst_tenth".
-
-    Example:
-        >>> list(round_scalars({"round": 3, "train_loss": [1.0, 2.0, 9.0]}, [False, False, True]))
-        [(3, 'train_loss/mean', 1.5)]
+    Each metric has its mean over the benign agents with a value. Evaluated ones also have the worst
+    agent and the mean of the worst tenth, as in summary.json.
     """
     for metric, values in line.items():
         if not isinstance(values, list) or len(values) != len(malicious):

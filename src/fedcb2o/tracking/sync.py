@@ -81,10 +81,7 @@ class TrackerSync:
 
 
 def find_seed_runs(root: Path) -> Iterator[SeedRun]:
-    """Find the begun seeds of a run or a grid.
-
-    A seed has begun when it has an agents.json.
-    """
+    """Find the seeds of a run or a grid that have begun: those with an agents.json."""
     names = [""]
     if (root / _GRID_FILE).exists():
         path = root / "cells.json"
@@ -131,7 +128,7 @@ def follow(root: Path, targets: Sequence[str]) -> Iterator[None]:
     """Copy a run or a grid while this context writes it.
 
     A thread copies, so that no tracker delays a round. A tracker that fails later is logged, and
-    the run continues without it. A tracker that cannot be opened is an error before the run.
+    the run continues without it.
     """
     copies = [TrackerSync(root, target) for target in targets]
     if not copies:

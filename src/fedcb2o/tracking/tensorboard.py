@@ -23,20 +23,14 @@ _IDENTITY_FILE = "of.json"  # digest of the settings of the run
 
 
 class TensorBoardWriter:
-    """A writer of `folder`/NAME/seed-S/events.out.tfevents.*, which begins a new file each time.
-
-    NAME is the name of a run in its grid.
-    """
+    """A writer of `folder`/NAME/seed-S/events.out.tfevents.*; NAME is that in a grid."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files: dict[SeedRun, Path] = {}
 
     def begin(self, seed_run: SeedRun) -> int:
-        """Begin a new file and remove those of earlier copies; all rounds are written again.
-
-        Events of another run in the folder are a RunError.
-        """
+        """Begin a new file and remove those of earlier copies; all rounds are written again."""
         folder = self.folder / seed_run.name / seed_run.folder.name
         for part in (folder, *folder.parents):
             if part != self.folder and part.is_relative_to(self.folder) and part.is_symlink():

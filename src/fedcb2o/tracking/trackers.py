@@ -1,8 +1,4 @@
-"""Targets of tracking: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI".
-
->>> validate_targets(None)
-()
-"""
+"""Targets of tracking: "tensorboard", "tensorboard=DIR", "mlflow" or "mlflow=URI"."""
 
 from collections.abc import Sequence
 from importlib.util import find_spec
@@ -28,17 +24,11 @@ class TrackerWriter(Protocol):
         """Add scalars of whole rounds of one seed, in order."""
 
     def end(self, seed_run: SeedRun, complete: bool) -> None:
-        """End the copy of a seed for now.
-
-        It may continue later unless it is `complete`, which means that all its rounds are finished.
-        """
+        """End the copy of a seed for now, or for good if all its rounds are finished."""
 
 
 def validate_targets(targets: str | Sequence[str] | None) -> tuple[str, ...]:
-    """Return the targets of tracking without repetition.
-
-    An unknown target, or one whose extra is missing, is a ConfigError.
-    """
+    """Return the targets of tracking without repetition, if their extras are installed."""
     if targets is None:
         return ()
     names = (targets,) if isinstance(targets, str) else tuple(dict.fromkeys(targets))

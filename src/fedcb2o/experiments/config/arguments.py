@@ -1,9 +1,4 @@
-"""The validation of the arguments of `run` and `bench`.
-
->>> from fedcb2o.experiments.config.arguments import parse_seeds
->>> parse_seeds(range(3))
-(0, 1, 2)
-"""
+"""The validation of the arguments of `run` and `bench`."""
 
 import os
 from collections.abc import Iterable, Mapping
@@ -35,10 +30,7 @@ def check_callback(value: Any) -> None:
 
 
 def check_address(value: Any) -> None:
-    """Check that an argument is None or the address of a Ray cluster.
-
-    Addresses are "local", "auto" and "HOST:PORT".
-    """
+    """Check that an argument is None, or the address of a Ray cluster."""
     if value is None or value in ("local", "auto"):
         return
     if not isinstance(value, str):

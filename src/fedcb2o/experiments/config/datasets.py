@@ -1,9 +1,4 @@
-"""The data of an experiment: the validated data set, and the samples of each agent.
-
->>> from fedcb2o.experiments.config import load, load_dataset
->>> load_dataset(load("digits-fedassay"), None).num_classes
-10
-"""
+"""The data of an experiment: the validated data set, and the samples of each agent."""
 
 import dataclasses
 import logging
@@ -77,12 +72,7 @@ def load_for_data(
 
 
 def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
-    """Load and validate the data set of an experiment.
-
-    By default `data_dir` is the user's. The data set has no gradients. Missing or damaged files,
-    and test samples of another shape, type or scale than the pool, are a DataError; an invalid
-    result of the data set's function is a ConfigError.
-    """
+    """Load and validate the data set of an experiment, by default from the user's `data_dir`."""
     function = experiment.resolved.data
     options = {}
     if "data_dir" in plugins.parameters(function):
@@ -107,10 +97,7 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
 
 
 def match_dataset(where: str, dataset: Dataset) -> Dataset:
-    """Return a data set with its test samples in the type of the pool.
-
-    Other differences of shape, type or scale are a DataError.
-    """
+    """Return a data set with its test samples in the type of the pool, or raise DataError."""
     pool = dataset.pool
     names = [f"the pool of {where}", "its test set"]
     _, test_x = match_samples(names, [pool.x, dataset.test.x])
@@ -166,10 +153,7 @@ def check_attack_goal(experiment: Experiment, dataset: Dataset) -> None:
 
 
 def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
-    """Return the samples that are dealt out to the agents.
-
-    The test set is part of it where each seed draws its test samples from both.
-    """
+    """Return the samples that are dealt out; with `redrawn` test samples, those of both sets."""
     pool = dataset.pool
     test = dataset.test
     if experiment.evaluate_on != "redrawn":
@@ -178,11 +162,7 @@ def shared_pool(experiment: Experiment, dataset: Dataset) -> Shard:
 
 
 def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
-    """Validate the samples of a part of a data set.
-
-    `num_classes` is 0 where targets are numbers. Samples and labels must be dense tensors on the
-    CPU; they are detached from gradients.
-    """
+    """Return samples without gradients. `num_classes` is 0 where targets are numbers."""
     if not isinstance(shard, Shard):
         raise ConfigError(f"{where} is a {type(shard).__name__}, expected a fedcb2o.Shard")
     x = shard.x
@@ -255,10 +235,7 @@ def _check_owners(where: str, dataset: Dataset) -> None:
 
 
 def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Population:
-    """Deal the samples out to the agents.
-
-    Where a seed draws its own test samples, `tuning` holds them.
-    """
+    """Deal the samples out. `tuning` holds the test samples that a seed draws itself."""
     agents = experiment.agents
     if not dataset.class_names and (agents.split != "random" or agents.skew is not None):
         key = "skew" if agents.split == "random" else "split"
@@ -307,10 +284,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
 
 
 def build_view(experiment: Experiment, dataset: Dataset) -> ClusterView:
-    """Return the view of each cluster on the samples.
-
-    Agents that bring their own data see it unchanged.
-    """
+    """Return the view of each cluster on the samples; owners see theirs unchanged."""
     if dataset.owners is not None:
         return transforms.unchanged
     agents = experiment.agents
@@ -397,10 +371,7 @@ def dataset_tensors(dataset: Dataset) -> dict[str, Tensor]:
 
 
 def dataset_digest(dataset: Dataset) -> str:
-    """Return a checksum of a data set.
-
-    It is the CRC-32 of each tensor in hexadecimal digits, joined by hyphens.
-    """
+    """Return the CRC-32 of each tensor of a data set in hexadecimal digits, with hyphens."""
     return "-".join(f"{tensor_crc32(tensor):08x}" for tensor in dataset_tensors(dataset).values())
 
 

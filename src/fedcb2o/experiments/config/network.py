@@ -1,10 +1,4 @@
-"""The network of an experiment, checked on samples, and the initial models.
-
->>> from fedcb2o.experiments.config import build_module, load, load_dataset
->>> experiment = load("digits-fedassay")
->>> build_module(experiment, 0, load_dataset(experiment, None))(torch.zeros(2, 1, 8, 8)).shape
-torch.Size([2, 10])
-"""
+"""The network of an experiment, checked on samples, and the initial models."""
 
 from collections.abc import Mapping, Sequence
 
@@ -26,7 +20,7 @@ from fedcb2o.rng import stream
 
 @torch.inference_mode(False)
 def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int) -> nn.Module:
-    """Build a freshly initialised network, and check the functions that the first round calls.
+    """Build a network, and check the functions that the first round calls.
 
     `key` continues the key of the random stream: the id of an agent with a model of its own.
     """
@@ -54,10 +48,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
 
 
 def count_parameters(experiment: Experiment, shape: Sequence[int], num_outputs: int) -> int | None:
-    """Return d of a built-in network without memory for it.
-
-    None stands for a user's network, and for a language model, whose base is read at first.
-    """
+    """Return d without memory for it; None for a user's network or a language model."""
     name = experiment.model.name
     if name not in architectures.__all__ or name == architectures.language_model.__name__:
         return None
@@ -122,19 +113,13 @@ def _initialised_module(
 
 
 def frozen_bytes(experiment: Experiment) -> int:
-    """Return the bytes of a language model's frozen base, which all processes share.
-
-    It is 0 for other models.
-    """
+    """Return the bytes of a language model's frozen base, which all processes share; else 0."""
     base = _base(experiment)
     return 0 if base is None else pretrained.base_bytes(base)
 
 
 def frozen_checksum(experiment: Experiment) -> str:
-    """Return the SHA-256 of a language model's frozen base.
-
-    It is empty for other models, and for a base without a file.
-    """
+    """Return the SHA-256 of a language model's frozen base; empty without a file."""
     base = _base(experiment)
     return "" if base is None else pretrained.base_checksum(base)
 
@@ -150,10 +135,7 @@ def _base(experiment: Experiment) -> str | None:
 def initial_model(
     experiment: Experiment, seed: int, dataset: Dataset, *key: int
 ) -> Float[Tensor, " d"]:
-    """Return the initial model of a checked network.
-
-    `key` is that of `build_module`.
-    """
+    """Return the initial model of a checked network; `key` is that of `build_module`."""
     return parameters.flatten(_initialised_module(experiment, seed, dataset, key))
 
 
@@ -164,12 +146,7 @@ def init_models_(
     dataset: Dataset,
     ids: Sequence[int],
 ) -> None:
-    """Fill rows with the initial models theta_0^j of agents and clusters.
-
-    All agents have one model, or one each with `agents.initialisation` = "independent". The ids of
-    clusters follow those of the agents. Clusters have different models. Where each agent has the
-    models of all clusters and the initialisation is common, all agents start with the same ones.
-    """
+    """Fill rows with the initial models theta_0^j of agents, and of clusters after them."""
     is_independent = experiment.agents.initialisation == "independent"
     num_agents = experiment.agents.num_agents
     clusters = experiment.resolved.algorithm.clusters

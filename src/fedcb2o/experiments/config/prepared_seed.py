@@ -1,10 +1,4 @@
-"""One seed of an experiment: its data, its adversary and the specification of its rounds.
-
->>> from fedcb2o.experiments.config import load, load_dataset, prepare_seed
->>> experiment = load("digits-fedassay")
->>> prepare_seed(experiment, 0, load_dataset(experiment, None)).spec.num_agents
-20
-"""
+"""One seed of an experiment: its data, its adversary and the specification of its rounds."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -81,10 +75,7 @@ class PreparedSeed:
         convolution: ConvolutionKernel,
         together: int | None,
     ) -> "PreparedSeed":
-        """Return the same seed, computed by other kernels.
-
-        `together` is the number of agents that train in one program.
-        """
+        """Return the same seed with other kernels, and `together` agents in one program."""
         kernels = {
             "linear": linear,
             "layout": layout,
@@ -105,10 +96,7 @@ class PreparedSeed:
         return dataclasses.replace(self, experiment=experiment, spec=spec)
 
     def build_agent_data(self, agents: Sequence[int], device: torch.device) -> AgentData:
-        """Return the data of some agents.
-
-        Ids are ascending.
-        """
+        """Return the data of agents with ascending ids."""
         population = self.population
         adversary = self.adversary
         ids = np.array(agents)
@@ -131,11 +119,7 @@ class PreparedSeed:
     def build_layout(
         self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int
     ) -> BufferLayout:
-        """Return the layout of a model buffer.
-
-        The first `num_persistent_rows` rows outlive a round. Rows for crafted models and for models
-        before the round follow.
-        """
+        """Return the layout of a buffer whose first `num_persistent_rows` outlive a round."""
         crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         return BufferLayout.create(
             own_rows,
@@ -176,11 +160,10 @@ def build_run_spec(
     max_samples: int,
     neighbours: tuple[Tensor, ...] | None,
 ) -> RunSpec:
-    """Build the specification that all agents of a run share.
+    """Build the specification that all agents share.
 
-    `dataset` only has samples like those of the agents. `malicious_share` is the share of attackers
-    that rules assume, `max_samples` the largest number of samples that an agent may claim. Without
-    `neighbours` agents may ask all others.
+    `dataset` only has samples like those of the agents. Rules assume `malicious_share`;
+    `neighbours` is None where agents may ask all others.
     """
     module = build_module(experiment, seed, dataset)
     x = features(dataset.pool.x[:2])
@@ -223,10 +206,7 @@ def build_run_spec(
 
 
 def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
-    """Build everything that a seed's rounds need, and check it.
-
-    An experiment that does not fit its data is a ConfigError.
-    """
+    """Build everything that a seed's rounds need, and check that it fits the data."""
     agents = experiment.agents
     resolved = experiment.resolved
     population = build_population(experiment, seed, dataset)
@@ -293,10 +273,7 @@ def _check_batches(prepared: PreparedSeed) -> None:
 def tensor_specs(
     dataset: Dataset, num_models: int, dim: int
 ) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Return types and shapes of the tensors that the processes of a run share.
-
-    They are the models, in rows of whole cache lines, and the data.
-    """
+    """Return types and shapes of the shared tensors: models in whole cache lines, and data."""
     specs: dict[str, tuple[torch.dtype, tuple[int, ...]]] = {
         "models": (torch.float32, (num_models, parameters.row_stride(dim)))
     }
@@ -312,11 +289,7 @@ def build_full_group(
     dim: int,
     tensors: dict[str, Tensor],
 ) -> AgentGroup:
-    """Build the group of all agents from shared tensors.
-
-    `tensors` has the models under "models", and the tensors of the data set. The group's samples
-    are on the device of the models.
-    """
+    """Build the group of all agents from shared tensors: "models", and the data set."""
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     return prepared.build_agent_group(tensors["models"][:, :dim])
 
@@ -328,10 +301,7 @@ def build_group(
     tensors: Mapping[str, Tensor],
     agents: Sequence[int],
 ) -> AgentGroup:
-    """Build the group of some agents from the tensors of the data set.
-
-    Ids are ascending. The model buffer has no rows yet.
-    """
+    """Build the group of agents with ascending ids; its buffer has no rows yet."""
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     device = devices.resolve_device(experiment.device)
     layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))

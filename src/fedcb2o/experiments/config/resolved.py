@@ -1,10 +1,4 @@
-"""The functions that an experiment names, each resolved and checked once.
-
->>> from fedcb2o.experiments.config import load
->>> resolved = load("digits-fedassay").resolved
->>> resolved.algorithm.needs_losses, resolved.goal.sources, resolved.user_functions()
-(True, (9,), {})
-"""
+"""The functions that an experiment names, each resolved and checked once."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -88,10 +82,7 @@ class Resolved:
         return topology.neighbours(self.graph, cluster, stream(seed, "graph"))
 
     def user_functions(self) -> dict[str, list[str]]:
-        """List the users' functions that read models: import paths by kind.
-
-        Kinds are attacks, criteria, rules, algorithms and models.
-        """
+        """List the import paths of users' functions that read models, by kind."""
         found: dict[str, list[str]] = {}
 
         def collect(kind: str, value: Any) -> None:
@@ -113,10 +104,7 @@ class Resolved:
         return found
 
     def imported_names(self) -> list[str]:
-        """List all values of the functions' settings of the form "module:function", sorted.
-
-        A value that only looks alike is included.
-        """
+        """List all settings of the form "module:function", sorted; some only look alike."""
         return sorted({name for name in plugins.foreign_names_in(self.settings) if ":" in name})
 
 
@@ -132,10 +120,7 @@ def resolve(
     algorithm: AlgorithmSection,
     attack: AttackSection | None,
 ) -> Resolved:
-    """Resolve the functions that the settings of an experiment name, and check their parameters.
-
-    An unknown function or parameter, or one of a wrong type, is a ConfigError.
-    """
+    """Resolve the functions that the settings of an experiment name, and check their parameters."""
     functions: dict[str, Any] = {}
     settings: dict[str, Any] = {}
     for key, kind, component, namespace in (
@@ -179,10 +164,7 @@ def resolve(
 
 
 def _resolve_metrics(components: Sequence[Component]) -> dict[str, Part]:
-    """Return the metrics by the names of their columns.
-
-    A name that is already a column of the records is a ConfigError.
-    """
+    """Return the metrics by the names of their columns, which no other column may have."""
     found: dict[str, Part] = {}
     for component in components:
         name = metric_name(plugins.label(component.name))

@@ -352,10 +352,7 @@ class Experiment(Section):
 
     @property
     def attacked(self) -> bool:
-        """True if malicious agents attack.
-
-        False without malicious agents, or if their role is not "attack".
-        """
+        """True if there are malicious agents, and their role is "attack"."""
         return self.agents.num_malicious > 0 and self.agents.malicious_role == "attack"
 
     @property
@@ -384,10 +381,7 @@ class Experiment(Section):
         )
 
     def clean_counterpart(self) -> "Experiment":
-        """Return the same experiment with malicious agents that train on true labels.
-
-        Its name is NAME-clean.
-        """
+        """Return NAME-clean, the same with malicious agents that train on true labels."""
         agents = self.agents.model_copy(update={"malicious_role": "clean"})
         description = f"Malicious agents train on true labels: {self.description}"
         names = {
@@ -398,10 +392,7 @@ class Experiment(Section):
         return self.model_copy(update={**names, "agents": agents})
 
     def local_baseline(self) -> "Experiment":
-        """Return the same experiment with agents that train alone, without privacy.
-
-        Its name is NAME-local.
-        """
+        """Return NAME-local, the same with agents that train alone, without privacy."""
         names = {
             "name": f"{self.name}-local",
             "title": f"{self.title} (local baseline)",

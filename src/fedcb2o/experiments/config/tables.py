@@ -23,10 +23,7 @@ _MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as TOML has it.
-
-    Functions become import paths, tensors and arrays become lists.
-    """
+    """Return a value as TOML has it: functions as import paths, arrays as lists."""
     if isinstance(value, Mapping):
         return {key: to_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -86,10 +83,7 @@ def raise_if_grid_folder(name: str) -> None:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """Read the table in a TOML file.
-
-    The preset that it extends is worked in.
-    """
+    """Read a TOML file, and work in the preset that it extends."""
     try:
         table = records.read_toml(path, follow_links=True)
     except (OSError, ValueError) as error:
@@ -118,11 +112,10 @@ def _names_of_file(path: Path) -> dict[str, str]:
 
 
 def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
-    """Merge a table over the preset that its key `extends` names.
+    """Merge a table over the preset that its key `extends` names, section by section.
 
-    The key is removed from `table`. The merge is section by section, without the preset's own name
-    and description. The title is empty unless `table` has one: the algorithm decides it. A file as
-    `extends` is a ConfigError.
+    The key is removed from `table`. The title is empty unless `table` has one: the algorithm
+    decides it.
     """
     name = table.pop("extends", None)
     if name is None:
@@ -137,11 +130,7 @@ def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
 
 
 def merge(base: Any, value: Any) -> Any:
-    """Merge a value over another.
-
-    Tables are merged, any other value replaces `base`. So does a table that names another function
-    than `base`.
-    """
+    """Merge tables of one function, key by key; any other value replaces `base`."""
     if not (isinstance(base, Mapping) and isinstance(value, Mapping)):
         return value
     # Parameters of one function would be unknown to another.
@@ -151,10 +140,7 @@ def merge(base: Any, value: Any) -> Any:
 
 
 def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return a table with new values for some keys.
-
-    Keys are dotted, such as {"algorithm.alpha": 2}.
-    """
+    """Return a table with new values by dotted key, such as {"algorithm.alpha": 2}."""
     for key, value in changes.items():
         path = key.split(".")
         if len(path) > _MAX_KEY_DEPTH:
@@ -164,10 +150,7 @@ def apply_changes(table: dict[str, Any], changes: Mapping[str, Any], where: str)
 
 
 def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
-    """Return a table with a new value at a path of keys.
-
-    A function's name on the way becomes a table with that `name`.
-    """
+    """Return a table with a new value at a path; a function's name there becomes a table."""
     head, *rest = path
     if not rest:
         return {**table, head: value}
@@ -182,10 +165,7 @@ def with_value(table: Mapping[str, Any], path: Sequence[str], value: Any) -> dic
 
 
 def parse_value(text: str) -> Any:
-    """Parse the value of `--set key=value`.
-
-    Text that is no TOML value is a string. A value with too many digits or levels is a ConfigError.
-    """
+    """Parse the value of `--set key=value`; text that is no TOML value is a string."""
     try:
         table = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

@@ -1,10 +1,4 @@
-"""Titles of runs by the algorithm that they run.
-
->>> from fedcb2o.federated.algorithms.section import AlgorithmSection
->>> section = AlgorithmSection(name="fedcb2o", variant="released", alpha=5.0)
->>> algorithm_title(section, *section.resolve_algorithm())
-'FedCB2O (released, alpha = 5)'
-"""
+"""Titles of runs by the algorithm that they run."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -28,10 +22,7 @@ _NAMES = {
 
 
 def algorithm_title(section: AlgorithmSection, method: Part, algorithm: Algorithm) -> str:
-    """Return the title of a run: its algorithm, and the parameters that differ from its defaults.
-
-    Such as "FedCB2O (text, T_G = 20)". `method` is the function that returned the algorithm.
-    """
+    """Return the algorithm, and what differs from its defaults: "FedCB2O (text, T_G = 20)"."""
     given = dict(section.parameters)
     name = plugins.label(section.name)
     title = _NAMES.get(name, name)

@@ -20,10 +20,7 @@ _Choices = dict[StrengthKey, dict[str, Any]]
 
 
 def read_choices(folder: Path, plan: Grid) -> _Choices:
-    """Read the choices in strengths.json.
-
-    A choice that was made over other strengths or seeds is a RunError.
-    """
+    """Read the choices in strengths.json; one over other strengths or seeds is a RunError."""
     path = folder / _FILE
     recorded: _Choices = {}
     if path.exists():
@@ -45,22 +42,18 @@ def read_choices(folder: Path, plan: Grid) -> _Choices:
 
 
 def worst_strengths(choices: Mapping[StrengthKey, Mapping[str, Any]]) -> dict[StrengthKey, int]:
-    """Return the chosen strengths.
-
-    Strengths are numbers from 0.
-    """
+    """Return the numbers of the chosen strengths, from 0."""
     return {key: choice["worst"] for key, choice in choices.items()}
 
 
 def choose(
     folder: Path, plan: Grid, choices: _Choices, errors: Mapping[str, str]
 ) -> dict[StrengthKey, str]:
-    """Choose a strength for each attack without a choice, and write strengths.json.
+    """Choose the first strength of the largest harm, and write strengths.json.
 
-    The harm is the attack success rate where an attack has a target, else one minus the accuracy,
-    as a mean over seeds. Of equal strengths the first is chosen. New choices are added to
-    `choices`. `errors` has the messages of runs that failed, by folder. Returns the reason for each
-    attack without a choice, which failed at all strengths.
+    The harm is the attack success rate, else one minus the accuracy, as a mean over seeds. New
+    choices are added to `choices`. `errors` has messages by folder. Returns the reasons for attacks
+    that failed at all strengths.
     """
     tried: dict[StrengthKey, list[dict[str, Any]]] = {}
     failed: dict[StrengthKey, str] = {}

@@ -24,11 +24,7 @@ BASELINE_ROLES: tuple[BaselineRole, ...] = get_args(BaselineRole)
 
 
 def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
-    """Return the baseline of an attacked experiment.
-
-    The effect of the attack is measured as in the experiment. An agent whose budget exceeds the
-    number of remaining peers asks all of them.
-    """
+    """Return the baseline of an attacked experiment, in which the same effect is measured."""
     table = experiment.model_dump(exclude_unset=True, exclude={"title", "description", "attack"})
     agents = experiment.agents.model_copy(update={"malicious_role": role})
     budget = min(agents.budget, max(1, agents.num_agents - 1))
@@ -41,10 +37,9 @@ def baseline_table(experiment: Experiment, role: BaselineRole) -> Changes:
 
 
 def goal_of_attack(experiment: Experiment) -> Changes | None:
-    """Return the attack on data with the goal of an experiment's attack, and nothing else.
+    """Return the attack on data with an attack's sources, targets and trigger, and nothing else.
 
-    It has the sources, targets and trigger, and is equal for equal goals. None means that the
-    attack reduces the accuracy alone.
+    It is equal for equal goals; None for an attack that reduces the accuracy alone.
     """
     resolved = experiment.resolved
     poison = resolved.poison

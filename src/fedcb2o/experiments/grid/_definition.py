@@ -3,10 +3,6 @@
 A grid file holds the keys that all cells share, as an experiment does, and axes, whose entries are
 changes: `[attacks.NAME]`, `[defences.NAME]` and, if there are several, `[settings.NAME]`. Each
 attacked cell has two baselines, the same run without the attack.
-
->>> from fedcb2o.experiments.grid._definition import CellKey
->>> CellKey("", "FedCB2O (held out)", None).slugs
-['fedcb2o-held-out', 'no-attack']
 """
 
 import functools
@@ -116,25 +112,16 @@ class Grid(Section):
 
     @property
     def seeds(self) -> list[int]:
-        """The seeds of every cell.
-
-        They are in the order of the file, by default those of an experiment.
-        """
+        """The seeds of every cell, by default those of an experiment."""
         return list(self.shared.get("seeds", Experiment.model_fields["seeds"].default))
 
     def seeds_of(self, defence: str) -> list[int]:
-        """Return the seeds of a defence.
-
-        Its own `seeds`, where a few are enough, come before those of the grid.
-        """
+        """Return the seeds of a defence: its own where a few are enough, else those of the grid."""
         return list(self.defences[defence].get("seeds", self.seeds))
 
     @property
     def candidates(self) -> dict[str, list[Changes]]:
-        """The candidates of each tuned defence: those of the file, then the added ones.
-
-        Candidates are in the order of their numbers. Defences without `tune` are left out.
-        """
+        """The candidates of tuned defences by number: those of the file, then the added ones."""
         found = {}
         for name, entry in self.defences.items():
             if "tune" in entry:
@@ -143,10 +130,7 @@ class Grid(Section):
 
     @property
     def strengths(self) -> dict[str, list[Changes]]:
-        """The strengths of each attack that has several.
-
-        Strengths are in the order of their numbers.
-        """
+        """The strengths of each attack that has several, by number."""
         attacks = self.attacks.items()
         return {name: entry["strengths"] for name, entry in attacks if "strengths" in entry}
 
@@ -158,8 +142,7 @@ class Grid(Section):
         """Return every cell and, before the first that needs them, its baselines.
 
         Cells share baselines where they differ only in the attack, and the attacks have equal
-        goals. The folder of a baseline does not depend on the candidate, nor any folder on the
-        strength. Numbers of `candidates` and `strengths`, the chosen ones, count from 0.
+        goals. No folder depends on the strength, and that of a baseline not on the candidate.
         """
         found: dict[str, Cell] = {}
         for setting, defence, attack in product(self.settings or [""], self.defences, self.attacks):
@@ -203,10 +186,7 @@ class Grid(Section):
         return cells
 
     def probes(self, candidates: Mapping[str, int] | None = None) -> list["Cell"]:
-        """Return a run per setting, defence, attack and strength for the choice among strengths.
-
-        Numbers of `candidates`, the chosen ones, count from 0.
-        """
+        """Return the runs for the choice of strengths, by the chosen `candidates` (from 0)."""
         if self.adversary is None:
             return []
         final: Changes = {"seeds": self.adversary.seeds, "evaluate_on": "tuning"}
@@ -233,20 +213,14 @@ class Grid(Section):
 
     @property
     def tuning_setting(self) -> str:
-        """The setting in which candidates are compared.
-
-        It is `tuning.setting`, else the first setting of the grid, else "".
-        """
+        """The setting of the comparison, by default the first one of the grid, or ""."""
         if self.tuning is not None and self.tuning.setting:
             return self.tuning.setting
         return next(iter(self.settings), "")
 
     @property
     def tuning_attacks(self) -> dict[str, Changes]:
-        """The attacks that candidates are compared against. A table without a name is numbered.
-
-        They are in the order of the file, and empty without a `tuning` section.
-        """
+        """The attacks that candidates are compared against; one without a name is numbered."""
         found: dict[str, Changes] = {}
         if self.tuning is None:
             return found
@@ -272,10 +246,7 @@ class Grid(Section):
         candidate: int | None = None,
         strength: int | None = None,
     ) -> Experiment:
-        """Return the experiment of one cell.
-
-        `candidate` and `strength` are numbers from 0. A ConfigError names the entries of the grid.
-        """
+        """Return the experiment of one cell; candidates and strengths count from 0."""
         key = CellKey(setting, defence, attack, candidate, strength)
         final = {"seeds": self.seeds_of(defence)}
         experiment = self._merge_layers(self._layers(key, self.attacks), final)
@@ -351,11 +322,7 @@ class CellKey:
 
     @property
     def slugs(self) -> list[str]:
-        """The parts of its folder and of its experiment's name.
-
-        They are of setting, defence, candidate, attack and strength, as far as they exist. Numbers
-        count from 1.
-        """
+        """The parts of its folder and of its experiment's name; numbers count from 1."""
         parts = [slug(name) for name in (self.setting, self.defence) if name]
         if self.candidate is not None:
             parts.append(str(self.candidate + 1))
@@ -366,10 +333,7 @@ class CellKey:
 
     @property
     def title(self) -> str:
-        """The name in messages.
-
-        Its parts are those of `slugs`, separated by commas.
-        """
+        """The name in messages: the parts of `slugs`, separated by commas."""
         parts = [self.setting, self.defence]
         if self.candidate is not None:
             parts.append(f"candidate {self.candidate + 1}")

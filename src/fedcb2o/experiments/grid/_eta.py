@@ -1,9 +1,4 @@
-"""The progress of a grid and its remaining time: a bar on a terminal, lines elsewhere.
-
->>> from fedcb2o.experiments.grid._eta import format_duration
->>> format_duration(720.0)
-'12 min'
-"""
+"""The progress of a grid and its remaining time: a bar on a terminal, lines elsewhere."""
 
 import sys
 import time
@@ -19,11 +14,7 @@ from fedcb2o.experiments.grid._definition import Cell
 
 
 class TimeEstimate:
-    """An estimate of the remaining time of a grid, from the cells that have ended.
-
-    A cell is expected to cost as much as others of its defence in its setting, else as much as all
-    others. Before the first cell has ended, nothing is known.
-    """
+    """An estimate of the remaining time, by the seconds of ended cells of the same defence."""
 
     def __init__(self, jobs: int) -> None:
         """Create an estimate."""
@@ -36,10 +27,7 @@ class TimeEstimate:
         self.pending[cell.folder] = cell, seeds
 
     def finish(self, cell: Cell, seconds: float | None) -> float | None:
-        """Record that a cell has ended; return the seconds of one of its seeds.
-
-        A cell that failed has no seconds.
-        """
+        """Record the end of a cell; return the seconds of a seed, None if it failed."""
         _, seeds = self.pending.pop(cell.folder)
         if seconds is None:
             return None
@@ -51,11 +39,7 @@ class TimeEstimate:
         self.seconds.setdefault((cell.key.setting, cell.key.defence), []).append(seconds)
 
     def weight(self, cell: Cell) -> float:
-        """Return the priority of a cell.
-
-        It is the expected seconds; infinity where nothing is known of its defence, so that it
-        starts first.
-        """
+        """Return the expected seconds; infinity for an unknown defence, which starts first."""
         seconds = self.seconds.get((cell.key.setting, cell.key.defence))
         if seconds is None:
             return inf

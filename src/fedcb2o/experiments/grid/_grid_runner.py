@@ -328,11 +328,7 @@ class _GridState:
         self.write()
 
     def record(self, cell: Cell, seconds: float | None, error: str | None) -> None:
-        """Record the end of a cell: the seconds of each seed, or its error.
-
-        Seconds are those of each seed; None if they are not known. A success removes an earlier
-        error.
-        """
+        """Record the seconds of each seed of a cell, None if not known, or its error."""
         self.cells[cell.folder] = cell
         self.errors.pop(cell.folder, None)
         if error is not None:
@@ -367,11 +363,7 @@ class _GridState:
         return 1, ""
 
     def missing_seeds(self, cell: Cell) -> list[int]:
-        """Return the seeds of a cell that have not ended or are not whole.
-
-        The cell need not have begun. Every seed is missing if config.toml is missing or damaged;
-        one that cannot be read now is a RunError.
-        """
+        """Return the seeds of a cell that have not ended, or whose files are damaged."""
         folder = self.folder / cell.folder
         seeds = cell.experiment.seeds
         rounds = cell.experiment.rounds
@@ -391,10 +383,7 @@ class _GridState:
 def _cell_workers(
     remote: _remote_runs.RemoteExecutor | None, data: Path | None
 ) -> Iterator[tuple[int, _MapCells]]:
-    """Yield the number of processors, and the function that runs cells on them.
-
-    Processes of this machine end with the context.
-    """
+    """Yield the number of processors, and the function that runs cells on them."""
     if remote is not None:
         yield remote.processors, remote.map
         return
@@ -471,20 +460,14 @@ class _GridScheduler:
         self._map_cells(self.count, jobs(), on_result, on_idle)
 
     def fail_pending(self, cells: Sequence[Cell], reason: Callable[[CellKey], str | None]) -> None:
-        """Record the failure of pending cells for which there is a reason.
-
-        `reason` returns the error message of a cell, or None for a cell that may run.
-        """
+        """Record the failure of pending cells for which `reason` returns a message."""
         for cell in self.pending(cells):
             message = reason(cell.key)
             if message:
                 self.finish(cell, 0.0, message)
 
     def finish(self, cell: Cell, seconds: float, error: str | None) -> None:
-        """Record the end of a cell.
-
-        `seconds` is the duration over all seeds that were missing.
-        """
+        """Record the end of a cell; `seconds` are those of all seeds that were missing."""
         per_seed = self.estimate.finish(cell, None if error else seconds)
         self.state.record(cell, per_seed, error)
         self.progress.finish(cell, seconds, error, self.estimate.remaining())

@@ -1,9 +1,4 @@
-"""The reading and validation of grids, and the built-in grids.
-
->>> from fedcb2o.experiments.grid._loading import load_grid
->>> len(load_grid("quick").attacks) > 0
-True
-"""
+"""The reading and validation of grids, and the built-in grids."""
 
 from collections.abc import Collection, Mapping, Sequence
 from importlib import resources
@@ -34,9 +29,8 @@ def load_grid(
 ) -> Grid:
     """Load a built-in grid, a TOML file or a mapping, and validate every cell.
 
-    `changes` has new values by dotted key, such as {"rounds": 5}; entries may overrule them. With
-    other `seeds` defences with seeds of their own keep those that remain. A ConfigError names the
-    problem, the entry and the nearest valid name in one line.
+    `changes` has new values by dotted key; entries may overrule them. With other `seeds`, defences
+    with seeds of their own keep those that remain.
     """
     if not isinstance(source, str | Path | Mapping):
         kind = type(source).__name__

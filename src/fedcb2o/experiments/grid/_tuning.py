@@ -27,10 +27,7 @@ _Scores = list[dict[str, list[float]] | None]
 
 
 def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
-    """Read the choices in tuning.json.
-
-    A choice that was made over other candidates, attacks or seeds is a RunError.
-    """
+    """Read the choices in tuning.json; one over other candidates or seeds is a RunError."""
     path = folder / "tuning.json"
     recorded = {}
     if path.exists():
@@ -53,10 +50,7 @@ def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
 
 
 def best_candidates(choices: Mapping[str, Any]) -> dict[str, int]:
-    """Return the chosen candidates.
-
-    Candidates are numbers from 0.
-    """
+    """Return the numbers of the chosen candidates, from 0."""
     return {defence: choice["best"] for defence, choice in choices.items()}
 
 
@@ -70,11 +64,7 @@ def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
 
 
 def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping[str, str]) -> Grid:
-    """Add a candidate for each defence whose best one so far is at an end.
-
-    Without an addition it returns the same grid object. `errors` has the messages of runs that
-    failed, by folder.
-    """
+    """Add a candidate for each defence whose best one is at an end; the same grid without one."""
     if plan.tuning is None:
         return plan
     limit = plan.tuning.widen
@@ -91,9 +81,9 @@ def extend(folder: Path, plan: Grid, choices: Mapping[str, Any], errors: Mapping
 def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -> Changes | None:
     """Return the candidate beyond the best one; None where the best has two neighbours.
 
-    It is as far from the best as that is from its neighbour, as a ratio where both numbers are
-    above 0. None is also for candidates that differ in more than one number. A candidate that could
-    not run has the score None.
+    It is as far from the best as that is from its neighbour, as a ratio where both are above 0.
+    None is also for candidates that differ in more than one number. A failed one has the score
+    None.
     """
     known = [score for score in scores if score is not None]
     if not known:
@@ -136,13 +126,11 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
 def choose(
     folder: Path, plan: Grid, choices: dict[str, Any], errors: Mapping[str, str]
 ) -> dict[str, str]:
-    """Choose a candidate for each defence without a choice, and write tuning.json.
+    """Choose the first of the best candidates of each defence, and write tuning.json.
 
-    The score of a run is its accuracy minus its attack success rate; the latter is 0 where an
-    attack has no target. `tuning.score` says how the scores of a candidate's runs are combined. Of
-    equal candidates the first is chosen. New choices are added to `choices`. `errors` has the
-    messages of runs that failed, by folder. Returns the reason for each defence without a choice,
-    all of whose candidates failed.
+    The score of a run is its accuracy minus its attack success rate, if there is one;
+    `tuning.score` combines runs. New choices are added to `choices`. `errors` has messages by
+    folder. Returns the reasons for defences all of whose candidates failed.
     """
     unfit: dict[str, str] = {}
     pending = [defence for defence in plan.candidates if defence not in choices]
@@ -169,11 +157,7 @@ def choose(
 def _candidate_scores(
     scores: _Scores, best: Mapping[str, float] | None = None
 ) -> list[float | None]:
-    """Return the score of each candidate: the mean over attacks and seeds.
-
-    With `best`, the best mean of any candidate by attack, it is minus the worst regret over
-    attacks.
-    """
+    """Return mean scores over attacks and seeds; with `best` means, minus the worst regrets."""
     found: list[float | None] = []
     for by_attack in scores:
         if by_attack is None:

@@ -1,9 +1,4 @@
-"""The backend of a run whose agents are spread over a cluster: placement, needs and engine.
-
->>> from fedcb2o.experiments.runs._cluster_backend import pluralize
->>> pluralize(2, "node")
-'2 nodes'
-"""
+"""The backend of a run whose agents are spread over a cluster: placement, needs and engine."""
 
 import contextlib
 import dataclasses
@@ -53,11 +48,7 @@ class ClusterBackend:
 
     @contextlib.contextmanager
     def connect(self, prepared: Sequence[PreparedSeed]) -> Iterator[None]:
-        """Connect to the cluster, if there are seeds to run.
-
-        A setting that is not for clusters is a ConfigError; a node without enough memory is a
-        RunError.
-        """
+        """Connect to the cluster if there are seeds to run; raise before anything is written."""
         if not prepared:
             yield
             return
@@ -80,10 +71,7 @@ class ClusterBackend:
             yield
 
     def place(self, prepared: PreparedSeed, folder: Path) -> "Placement":
-        """Distribute the agents over the nodes of the cluster.
-
-        A RunError says that a node lacks memory, or that no node has the device.
-        """
+        """Distribute the agents over the nodes; RunError if one lacks memory or the device."""
         from fedcb2o.ray_backend._placement import list_nodes, place_groups, shard_agents
 
         device = prepared.experiment.device
@@ -133,10 +121,7 @@ class ClusterBackend:
         engine.init_models(fill)
 
     def status(self, placement: "Placement", measured: Mapping[str, Any]) -> str:
-        """Describe the traffic and the slowest group of the last round.
-
-        The text follows the phase of a round. `measured` is empty before the first round.
-        """
+        """Describe the last round's traffic and slowest group; nothing before the first."""
         if not measured:
             return ""
         slowest = int(np.argmax(measured["blocks"]))
@@ -145,10 +130,7 @@ class ClusterBackend:
         return f"{traffic}, slowest {slowest} on {placement.nodes[slowest].name}"
 
     def traffic(self, engine: "RayEngine") -> dict[str, Any]:
-        """Return the traffic of the last round, and reset its counters.
-
-        It has the bytes between groups and nodes, and the seconds of each group.
-        """
+        """Return the bytes and seconds of the last round, and reset their counters."""
         measured = {
             "lent": engine.loaned_bytes,
             "moved": engine.moved_bytes,
@@ -196,10 +178,7 @@ class Placement:
         return len(self.shares)
 
     def check(self, prepared: PreparedSeed, node: "Node", memory: int, *, local: bool) -> None:
-        """Check that a node has the memory for its groups.
-
-        `memory` is in bytes. `local` means that the object store is part of it.
-        """
+        """Check that a node has the memory for its groups, of which a `local` store is part."""
         rows, stored = self.required_bytes(prepared, node)
         groups = pluralize(self.nodes.count(node), "block")
         if rows + stored > memory:
@@ -216,11 +195,7 @@ class Placement:
             )
 
     def required_bytes(self, prepared: PreparedSeed, node: "Node") -> tuple[int, int]:
-        """Return the memory that a node needs.
-
-        The second number is that of the object store, for the data, for loaned rows and for copies
-        of rows of other nodes. The first one is for processes and models.
-        """
+        """Return the bytes that a node needs: for processes and models, and in the store."""
         from fedcb2o.ray_backend._transfers import OBJECT_OVERHEAD_BYTES
         from fedcb2o.ray_backend._worker import MAX_PINNED_BYTES, max_received
 
@@ -272,10 +247,7 @@ def _explain_fewer(
 
 
 def check_device(device: str | None) -> None:
-    """Check that a device may be used on a cluster.
-
-    One of several devices of a machine, such as "cuda:1", is a ConfigError.
-    """
+    """Check that a device is not one of several of a machine, such as "cuda:1"."""
     if device is not None and ":" in device:
         kind = device.split(":")[0]
         raise ConfigError(f"on a cluster each process has a GPU of its own: `device` is {kind!r}")

@@ -22,11 +22,7 @@ _DEFAULTS = {"linear": "torch", "layout": "contiguous", "convolution": "grouped"
 
 
 def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
-    """Choose `precision`, `linear`, `layout`, `convolution` and `together` of a seed.
-
-    A seed that has begun keeps those recorded in its folder. It is a RunError if this PyTorch lacks
-    one.
-    """
+    """Return precision and kernels of a seed; one that has begun keeps those recorded."""
     choice = _KernelChoice(folder, prepared)
     precision = choice.precision()
     linear = choice.resolve("linear", choice.fastest_linear)
@@ -62,10 +58,7 @@ class _KernelChoice:
         self.recorded = records.read_json(path) if path.exists() else None
 
     def resolve(self, name: str, fastest: Callable[[], Any]) -> Any:
-        """Return the experiment's value, else the recorded one, else the fastest.
-
-        `fastest` is called only if the experiment has no value and there is no record.
-        """
+        """Return the experiment's value, else the recorded one, else the fastest."""
         requested = getattr(self.experiment, name)
         if requested is not None:
             return requested
@@ -82,11 +75,7 @@ class _KernelChoice:
         return self.recorded.get("precision", requested)
 
     def fastest_linear(self) -> LinearKernel:
-        """Return the fastest kernel of dense layers.
-
-        It is "torch" or "onednn" on the CPU, the latter for large layers alone, and "batched" on
-        another device.
-        """
+        """Return the fastest kernel of dense layers; "onednn" for large layers on the CPU only."""
         if self.experiment.training.privacy is not None:
             return "torch"
         if self.device.type != "cpu":
@@ -94,21 +83,14 @@ class _KernelChoice:
         return _autotune.fastest_linear() if self.dim >= _onednn.MIN_WEIGHTS else "torch"
 
     def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
-        """Return the faster layout on the CPU. vmap supports only one for some layers.
-
-        It is "contiguous" on another device, or if `together` is set.
-        """
+        """Return the faster layout on the CPU. vmap supports only one for some layers."""
         is_batched = self.experiment.together is not None
         if self.device.type != "cpu" or is_batched or self.experiment.training.privacy is not None:
             return "contiguous"
         return _autotune.fastest_layout(self.module, self.x, precision)
 
     def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
-        """Return the fastest kernel of convolutions.
-
-        It is "grouped" or "fourier" on the CPU, where `layout` is that of images in the timing. On
-        another device it is "grouped", "unfolded" or "mixed".
-        """
+        """Return the fastest convolution; `layout` is that of images in the timing on a CPU."""
         together = self.experiment.together
         if self.experiment.training.privacy is not None:
             return "grouped"
@@ -127,11 +109,7 @@ class _KernelChoice:
         )
 
     def largest_batch(self, convolution: ConvolutionKernel) -> int | None:
-        """Return the number of agents in one program; None for small dense networks on the CPU.
-
-        On another device it is the number that memory allows, at most that of agents. The memory of
-        an agent depends on `convolution`.
-        """
+        """Return the number of agents that a device holds in one program; None on the CPU."""
         return None if self.device.type == "cpu" else self._max_agents(convolution)
 
     def _max_agents(self, convolution: ConvolutionKernel) -> int:

@@ -61,11 +61,7 @@ class LocalBackend:
 def open_local_engine(
     stack: contextlib.ExitStack, prepared: PreparedSeed, plan: MemoryPlan
 ) -> LocalEngine:
-    """Open the engine of a seed on this machine.
-
-    `stack` receives the shared memory, to be released with it. Models are in memory or in a mapped
-    file.
-    """
+    """Open the engine of a seed; `stack` receives its shared memory or mapped file."""
     experiment = prepared.experiment
     dataset = prepared.dataset
     dim = prepared.spec.dim

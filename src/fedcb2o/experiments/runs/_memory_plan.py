@@ -2,10 +2,6 @@
 
 Nearly all of the memory holds models: 4 N d bytes, and as much for each further row of the model
 buffer. Models are in memory or, where that is too small, in a mapped file.
-
->>> from fedcb2o.experiments.runs._memory_plan import parse_size
->>> parse_size("24GiB") == 24 * 1024**3
-True
 """
 
 import itertools
@@ -70,10 +66,8 @@ def plan_memory(
     """Plan the place of the models and the number of processes.
 
     Models on another device than the CPU stay there. Others are in memory where they fit, else on
-    disk. For memory, which is far faster, up to half of the processes are given up. `count`
-    processes, or by default the number that is worth it and fits, share `memory` bytes, by default
-    the free memory. The message of a RunError names the number of agents or processes that would
-    fit.
+    disk. For memory, which is far faster, up to half of the processes are given up. By default
+    `count` is what is worth it and fits, and `memory` what is free.
     """
     most = _default_workers(experiment, dataset, dim) if count is None else count
     needs = _Needs(experiment, dataset, dim)
@@ -156,10 +150,7 @@ class _Needs:
         return self.data_bytes + self.frozen_bytes + private + shared
 
     def disk_bytes(self, folder: Path) -> int:
-        """Return the bytes on disk: a file of models and one or two checkpoints.
-
-        The folder of the seed may hold a checkpoint already.
-        """
+        """Return the bytes of a file of models, and of one or two checkpoints in the folder."""
         has_checkpoint = (folder / checkpoint.FILE).exists()
         is_saved_once = self.experiment.checkpoint_every >= self.experiment.rounds
         checkpoints = 1 if has_checkpoint or is_saved_once else 2
@@ -176,11 +167,9 @@ class _Needs:
             )
 
     def largest_fit(self, left: int, processes: int, disk: int, disk_bytes: int) -> str:
-        """Return the advice of a plan that does not fit.
+        """Return the advice of a plan that does not fit: the number of agents, or another cure.
 
-        `left` bytes of memory remain for models, `disk` bytes on disk are free, and
-        `disk_bytes` are needed. It names the number of agents that would fit, or says another cure
-        if at most one would.
+        `left` bytes of memory remain for models; of `disk_bytes`, `disk` are free.
         """
         by_mixing = left * self.num_agents // (processes * self.mix_bytes)
         by_disk = disk * self.num_agents // disk_bytes
@@ -205,10 +194,7 @@ def _default_workers(experiment: Experiment, dataset: Dataset, dim: int) -> int:
 
 
 def clip_workers(requested: int, tasks: int, task_word: str, processors: int | None = None) -> int:
-    """Limit a number of processes to the processors and the tasks, with a log message.
-
-    `task_word` is a plural. By default `processors` is that of this machine.
-    """
+    """Limit a number of processes to processors and tasks (`task_word`, a plural), with a note."""
     processors = processors or _resources.available_processors()
     largest = max(1, min(processors, tasks))
     if requested > largest:
@@ -224,10 +210,7 @@ def clip_workers(requested: int, tasks: int, task_word: str, processors: int | N
 
 
 def parse_size(text: str | int) -> int:
-    """Convert a size to bytes.
-
-    Such as "24GiB" (or "24G", 24 * 1024^3) or "500 MB" (500 * 1000^2), in upper or lower case.
-    """
+    """Convert a size such as "24GiB" (or "24G", 24 * 1024^3) or "500 MB" to bytes."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([a-z]*)", str(text).strip().lower())
     if match is None or match[2] not in _SIZE_UNITS or len(match[1]) > 20:
         raise ConfigError(

@@ -24,11 +24,7 @@ class Progress:
     def __init__(
         self, console: Console | None = None, every: float = 15.0, verbose: bool = False
     ) -> None:
-        """Create the display.
-
-        By default it is standard error. Without a terminal there are `every` seconds between two
-        lines. `verbose` makes `log` print.
-        """
+        """Create the display, by default on standard error with lines `every` few seconds."""
         self.console = console or Console(stderr=True)
         self.every = every
         self.verbose = verbose

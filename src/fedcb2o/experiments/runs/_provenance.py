@@ -132,10 +132,7 @@ def _versions(device: torch.device) -> dict[str, Any]:
 
 
 def describe_changed_versions(folder: Path, device: torch.device) -> str:
-    """Describe the versions that changed since a seed began.
-
-    Such as "torch 2.5.0, now 2.6.0"; empty where nothing changed.
-    """
+    """Describe what changed since a seed began, such as "torch 2.5.0, now 2.6.0"."""
     path = folder / ENVIRONMENT
     if not path.exists():
         return ""

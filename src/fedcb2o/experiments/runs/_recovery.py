@@ -20,11 +20,7 @@ _SUMMARY = "summary.json"
 
 
 def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
-    """Return whether a seed has run all rounds.
-
-    `whole` verifies each file too. Of the checkpoint, which may be large, only the size is
-    compared.
-    """
+    """Return whether a seed has run all rounds; `whole` verifies its files too."""
     try:
         manifest = Manifest.read(folder)
         if manifest is None or not manifest.has_finished(rounds):
@@ -39,10 +35,7 @@ def has_ended(folder: Path, rounds: int, *, whole: bool = False) -> bool:
 
 
 def verify_seed(folder: Path, rounds: int) -> Manifest | None:
-    """Verify the files of a seed; return its manifest, or None if it has not begun.
-
-    Logs that still grow are verified where the seed is resumed.
-    """
+    """Verify a seed's files, except logs that grow; return its manifest, None if not begun."""
     manifest = Manifest.read(folder)
     if manifest is None:
         if (folder / CHECKPOINT_FILE).exists() or (folder / _SUMMARY).exists():

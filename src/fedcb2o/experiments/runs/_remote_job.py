@@ -1,10 +1,4 @@
-"""A job on a node of a cluster: it runs seeds in a temporary folder and reports updates.
-
->>> from fedcb2o.errors import RunError
->>> from fedcb2o.experiments.runs._remote_job import format_error
->>> format_error(RunError("memory is full"))
-'memory is full'
-"""
+"""A job on a node of a cluster: it runs seeds in a temporary folder and reports updates."""
 
 import contextlib
 import io
@@ -84,10 +78,7 @@ class JobUpdate:
 
 
 def execute(job: RemoteJob, files: _Files, arrays: Mapping[str, Bytes]) -> Iterator[JobUpdate]:
-    """Run a job.
-
-    It continues from the files of its run. `arrays` are the tensors of the data set.
-    """
+    """Run a job from the files of its run; `arrays` are the tensors of the data set."""
     with _temporary_folder() as folder:
         write_files(folder, files)
         thread = _JobThread(job, _restore_dataset(job, arrays), folder)
@@ -204,10 +195,7 @@ def _temporary_folder() -> Iterator[Path]:
 
 
 def format_error(error: BaseException) -> str:
-    """Format an error as one line.
-
-    It is the message. For an error of the program or of a user's function, its type and place too.
-    """
+    """Return the message in one line; with type and place, unless the user can correct it."""
     line = one_line(str(error))
     if isinstance(error, FedCB2OError):
         return line
@@ -220,11 +208,7 @@ def format_error(error: BaseException) -> str:
 
 
 def file_stamps(folder: Path) -> dict[Path, tuple[int, ...]]:
-    """Return the files of a run in a folder, with stamps that change with every write.
-
-    A stamp is inode, size and time of modification. Other files are left out: a user's notes, or
-    the models of a killed process.
-    """
+    """Return inode, size and time of the files of a run, which change with every write."""
     stamps: dict[Path, tuple[int, ...]] = {}
     for path in folder.rglob("*"):
         status = path.lstat()

@@ -79,11 +79,7 @@ class RemoteExecutor:
     def __init__(
         self, tasks: "TaskPool", processors: int, sets: _DataSets, memory: int | None
     ) -> None:
-        """Send the data sets to the cluster.
-
-        `processors` are processors or GPUs. `memory` is the bytes that a run may take, by default
-        the free memory.
-        """
+        """Send the data sets to a cluster of processors or GPUs; `memory` is that of a run."""
         self.tasks = tasks
         self.processors = processors
         self.memory = memory
@@ -165,11 +161,7 @@ class _Batch(Generic[_JobId]):
     def started(
         self, runs: Iterable[tuple[_JobId, tuple[Experiment, Path]]]
     ) -> Iterator[_Run[_JobId]]:
-        """Yield the runs whose folders can be opened, one at a time.
-
-        They are locked by this batch unless the caller holds the locks. A run whose folder cannot
-        be opened ends with its error instead.
-        """
+        """Yield runs whose folders can be opened, one at a time; the others end with an error."""
         for job_id, (experiment, folder) in runs:
             lock = self._locks.enter_context(contextlib.ExitStack())
             run = _Run(job_id, experiment, folder, lock)
@@ -200,10 +192,7 @@ class _Batch(Generic[_JobId]):
             self._end(run, (seconds, error and localize_paths(error)))
 
     def on_failure(self, run: _Run[_JobId], error: RunError) -> bool:
-        """Return whether a run that failed continues; otherwise it has ended.
-
-        Only a `WorkerLostError` is retried.
-        """
+        """Return whether a failed run continues: one whose worker was lost, a few times."""
         if run.ended:
             return False
         run.losses += 1
@@ -229,10 +218,10 @@ def connect_executor(
     datasets: _DataSets,
     memory: int | None = None,
 ) -> Iterator[RemoteExecutor | None]:
-    """Connect to a cluster, and print its size; None without an address.
+    """Connect to a cluster and print its size; None without an address.
 
     Nodes without the functions or devices of the experiments are left out. `description` is the
-    work, in the message. `memory` is the bytes that a run may take, by default the free memory.
+    work, in the message.
     """
     if address is None:
         yield None

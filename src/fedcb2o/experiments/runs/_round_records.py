@@ -20,11 +20,9 @@ def metrics_record(
     result: Round,
     user_metrics: Mapping[str, Metric] | None = None,
 ) -> dict[str, Any]:
-    """Return the record of a round in metrics.jsonl.
+    """Return the record of a round in metrics.jsonl: lists over agents by name.
 
-    `malicious_weight` is the weight in m_j, before the mixing factor. The share in the new model is
-    that weight times the factor. The record has lists over agents by name: losses, weights, numbers
-    of answers, and scores if evaluated.
+    `malicious_weight` is the weight in m_j, before the mixing factor.
     """
     decisions = result.decisions
     own_loss = decisions.own_loss.tolist()
@@ -67,13 +65,10 @@ def _malicious_weights(
 
 
 def pairs_record(result: Round) -> dict[str, Any]:
-    """Return the record of a round in pairs.jsonl.
+    """Return what agents asked and received in a round, with weights, for pairs.jsonl.
 
-    It has per agent the peers that it asked, the models that it received and their weights.
-    `before` is the weight of the agent's model before the round, and `f` the number of attackers
-    that its rule assumed; both are left out where no agent has one. `too_far`, `too_near` and
-    `too_sensitive` list the senders of models that the guards did not admit; they are left out
-    where there are none.
+    `before` is the weight of the model before the round, and `f` the number of attackers that a
+    rule assumed. These and the senders that guards refused are left out where there are none.
     """
     decisions = result.decisions
     weights = np.array(_rounded(decisions.weights))

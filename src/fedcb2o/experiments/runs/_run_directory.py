@@ -1,9 +1,4 @@
-"""The folder of a run: one process writes to it, and only to continue the run that it holds.
-
->>> from fedcb2o.experiments.runs._run_directory import describe_difference
->>> describe_difference({"device": "cpu"}, {"device": "cuda"})
-"`device` is 'cpu' there and 'cuda' here"
-"""
+"""The folder of a run: one process writes to it, and only to continue the run that it holds."""
 
 import contextlib
 import fcntl
@@ -22,11 +17,7 @@ from fedcb2o.records import DamagedError, Manifest
 def exclusive_lock(
     folder: Path, cure: str = "wait for it, or choose another --out"
 ) -> Iterator[None]:
-    """Create a folder and lock it against other processes.
-
-    `cure` is the advice in the message where another process holds the lock. A path that is not a
-    folder is a RunError.
-    """
+    """Create a folder and lock it against other processes; `cure` ends the message."""
     if folder.exists() and not folder.is_dir():
         raise RunError(f"{folder} is not a folder: choose another --out")
     make_folder(folder)
@@ -42,11 +33,10 @@ def exclusive_lock(
 
 
 def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
-    """Write the run's config.toml, or check that the folder holds this run.
+    """Write the run's config.toml, or check that the locked folder holds this run.
 
-    Temporary files of a killed process are removed. The folder is locked. `resume` says if seeds
-    that have begun may be continued; without it they are a RunError. So is a folder of something
-    else, or with a part that is a link or belongs to another user.
+    Temporary files of a killed process are removed. Without `resume`, seeds that have begun are a
+    RunError. So is a folder of something else, or with a part that is a link or another user's.
     """
     path = folder / "config.toml"
     records.check_parts(folder, folder.glob("seed-*"))
@@ -127,10 +117,7 @@ def make_folder(folder: Path) -> None:
 
 
 def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:
-    """Describe the first difference between the settings of two runs: key and both values.
-
-    None means that no result depends on a difference.
-    """
+    """Describe the first difference that results depend on; None without one."""
     was = records.result_settings(existing)
     now = records.result_settings(requested)
     old = records.flatten(records.canonical_settings(was))

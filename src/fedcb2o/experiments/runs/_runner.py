@@ -1,10 +1,4 @@
-"""The run of an experiment: one folder per run, one subfolder per seed.
-
->>> import fedcb2o
->>> fedcb2o.run("digits-fedassay", workers=0)
-Traceback (most recent call last):
-fedcb2o.errors.ConfigError: `workers` must be a whole number, at least 1, got 0
-"""
+"""The run of an experiment: one folder per run, one subfolder per seed."""
 
 import contextlib
 import logging

@@ -121,10 +121,7 @@ def run_seeds_locally(
     memory: int | None,
     watch: RoundCallback,
 ) -> None:
-    """Run the seeds of an experiment in this process alone.
-
-    The folder is locked. `memory` is the bytes that the run may take, by default the free memory.
-    """
+    """Run seeds in this process alone, in a locked folder; by default with the free memory."""
     seeds = [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]
     backend = LocalBackend(1, memory)
     for prepared in seeds:
@@ -148,10 +145,7 @@ def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepar
 def run_seed_with_retries(
     prepared: PreparedSeed, folder: Path, backend: Backend[P, E], watch: RoundCallback
 ) -> None:
-    """Run a seed on a cluster, and retry where a part of the cluster is lost.
-
-    A part that is lost `MAX_RETRIES` times from one checkpoint is a WorkerLostError.
-    """
+    """Run a seed on a cluster; retry `MAX_RETRIES` times where a part of it is lost."""
     losses = 0
     known = -1
     while True:
@@ -295,11 +289,7 @@ def run_algorithm(
     evaluate_every: int,
     on_phase: OnPhase,
 ) -> Iterator[Round]:
-    """Run the rounds of Algorithm 1, or those of an algorithm with models of clusters.
-
-    `stop` is the round after the last one. The models of the engine change in place.
-    `evaluate_every` is in rounds; 0 means no evaluation.
-    """
+    """Run rounds until `stop`, of Algorithm 1 or with models of clusters; models change."""
     clusters = engine.spec.algorithm.clusters
     if clusters is None:
         played = AdversarialEngine(engine)

@@ -29,10 +29,7 @@ _OptionalPath = str | PathLike[str] | None
 def load_model(
     run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
 ) -> nn.Module:
-    """Load the model of an agent from the last checkpoint of a seed.
-
-    By default `seed` is the first. The network is in evaluation mode.
-    """
+    """Load an agent's model at the last checkpoint of a seed, by default the first."""
     group, _, _ = _restore_agents(run, agent, seed, data_dir)
     return agent_network(group, 0)
 
@@ -40,11 +37,7 @@ def load_model(
 def confusion_matrix(
     run: Run, agent: int | None, seed: int | None = None, data_dir: _OptionalPath = None
 ) -> pd.DataFrame:
-    """Compute the confusion matrix of an agent's model on its test samples.
-
-    Rows are true classes, columns predicted ones. Without `agent` it is the sum over the benign
-    agents, without `seed` that of the first.
-    """
+    """Count test samples by true (row) and predicted class; by default of all benign agents."""
     group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
     members = np.zeros(1, np.int64)
     if agent is None:
@@ -62,10 +55,8 @@ def confusion_matrix(
 def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None) -> pd.DataFrame:
     """Measure membership inference against the models of the benign agents.
 
-    Rows are agents and models, columns agent, model ("sent" or "kept"), auc and tpr, the true
-    positive rate at 1% false positives. The kept model is that of the last checkpoint; the sent one
-    is the next that the agent would send, after another LocalUpdate. By default `seed` is the
-    first.
+    Columns are agent, model, auc and tpr, the true positive rate at 1% false positives. The "kept"
+    model is that of the last checkpoint; the "sent" one that after another LocalUpdate.
     """
     group, prepared, done = _restore_agents(run, None, seed, data_dir)
     spec = prepared.spec
@@ -92,11 +83,10 @@ def generated_texts(
     data_dir: _OptionalPath = None,
     count: int = 3,
 ) -> pd.DataFrame:
-    """Let an agent's language model answer held-out prompts.
+    """Let an agent's language model answer `count` held-out prompts.
 
-    Rows are `count` prompts, and as many that an attack on text is about. Columns are the prompt,
-    whether the attack is about it, the expected answer (the attacker's for such prompts), and the
-    answers of the base and of the model. By default `seed` is the first.
+    As many follow that an attack on text is about, whose expected answer is the attacker's. Further
+    columns are the answers of the base and of the model.
     """
     group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
     network: Any = agent_network(group, 0)
@@ -145,10 +135,7 @@ def generated_texts(
 def _restore_agents(
     run: Run, agent: int | None, seed: int | None, data_dir: _OptionalPath
 ) -> tuple[AgentGroup, PreparedSeed, int]:
-    """Return the group of one agent or of all, with the models of the last checkpoint.
-
-    The last value is the number of finished rounds.
-    """
+    """Return the agents with their last checkpoint, and the number of finished rounds."""
     if not run.seeds or seed not in (None, *run.seeds):
         raise RunError(f"{run.folder} holds the seeds {list(run.seeds)}, and not {seed}")
     seed = run.seeds[0] if seed is None else seed

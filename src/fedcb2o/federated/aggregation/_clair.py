@@ -89,9 +89,8 @@ def decompose(
 ) -> tuple[list[Float[Tensor, "m o i"]], Bool[Tensor, " m"]]:
     """Decompose differences into a part of low rank and one of few blocks (outlier pursuit).
 
-    The program is solved by the alternating direction method of multipliers. The differences D_i of
-    m agents are given for each adapter; `penalty` is lambda, the weight of the blocks' norms.
-    Returns the part of low rank for each adapter, and whether each agent has a block.
+    The program is solved by the alternating direction method of multipliers. `penalty` is lambda,
+    the weight of the blocks' norms. The second result tells whether each agent has a block.
     """
     m = len(differences[0])
     square = sum(float(d.square().sum()) for d in differences)

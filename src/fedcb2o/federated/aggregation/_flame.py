@@ -68,10 +68,10 @@ def flame(
 
 
 def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
-    """Find the cluster of HDBSCAN that has most of the points.
+    """Find the cluster of HDBSCAN with more than m / 2 members, if there is one.
 
-    A cluster needs more than m / 2 members, so at most one exists. It is the first of that size
-    under single linkage, with all points that are as near as its last one.
+    It is the first of that size under single linkage, with all points that are as near as its last
+    one.
     """
     m = len(distances)
     labels = torch.arange(m)

@@ -100,8 +100,8 @@ def filter_models(
 ) -> tuple[RuleState, Bool[Tensor, " m"]]:
     """Return which models are near the forecast, and remember all of them.
 
-    The state is empty before the first round, in which `draw` chooses the parameters that the
-    forecast reads. `reference` is the past of a peer without a past.
+    In the first round `draw` chooses the parameters that the forecast reads. `reference` is the
+    past of a peer without a past.
     """
     for name, value in (("num_sampled", num_sampled), ("window", window)):
         if value < 1:
@@ -143,11 +143,7 @@ def filter_models(
 def replace_rejected(
     state: RuleState, ids: Int[Tensor, " r"], aggregate: Float[Tensor, " s"]
 ) -> RuleState:
-    """Remember the aggregate in place of the models that were left out.
-
-    `ids` are the peers whose models were left out. `aggregate` holds the sampled parameters
-    `state["columns"]` of the new model.
-    """
+    """Remember the `aggregate` of sampled parameters in place of the models left out."""
     history = state["history"].clone()
     history[-1, torch.searchsorted(state["ids"], ids)] = aggregate.cpu().double()
     return {**state, "history": history}
@@ -159,9 +155,8 @@ def forecast(
     """Forecast the next matrix by a matrix autoregression of order 1.
 
     A and B minimise the squared errors of X_{n+1} = A X_n B^T over the history plus `ridge` times
-    their squared entries, by alternating least squares from identity matrices. The last matrix of
-    the history is the latest; without another one it is the forecast. `ridge` is in units of the
-    mean square of the entries.
+    their squared entries, by alternating least squares from identity matrices. `ridge` is in units
+    of the mean square of the entries. A history of one matrix is its own forecast.
     """
     scale = history.double().square().mean().sqrt()
     if len(history) == 1 or not scale > 0:

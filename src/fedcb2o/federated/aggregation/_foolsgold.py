@@ -49,11 +49,7 @@ def foolsgold(
 
 
 def learning_rates(history: Float[Tensor, "k h"], confidence: float = 1.0) -> Float[Tensor, " k"]:
-    """Compute the learning rates alpha_i, scaled to sum to 1.
-
-    `history` has the sum of the updates of each of k agents. `confidence` is the factor kappa in
-    the logit. All rates are 0 if no agent differs from the others.
-    """
+    """Compute the learning rates alpha_i of summed updates, scaled to sum to 1, or all 0."""
     cosine = F.normalize(history, dim=1) @ F.normalize(history, dim=1).T
     cosine = cosine.fill_diagonal_(-torch.inf)
 

@@ -49,10 +49,7 @@ def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
 
 
 def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
-    """Return the first of two clusters by k-means, without randomness.
-
-    Lloyd's iteration starts at every pair of points, and the best result counts. For few points.
-    """
+    """Return the first of two clusters by k-means, the best one from every pair of few points."""
     products = points @ points.T
     squared = squared_distances(products)
     norms = products.diagonal()

@@ -74,8 +74,8 @@ def prediction_scores(
 ) -> Float[Tensor, "3 m"]:
     """Compute accuracy, expected calibration error and mean confidence of m models.
 
-    `outputs` are before the softmax. The confidence is the largest probability or, without
-    `probability`, the largest output.
+    `outputs` are before the softmax. The confidence is the largest probability, or the largest
+    output.
     """
     outputs = outputs.double()
     confidences, predictions = (outputs.softmax(-1) if probability else outputs).max(-1)

@@ -88,11 +88,7 @@ def sentinel(
 def layer_statistics(
     inputs: CriterionInput, rows: Int[Tensor, " k"]
 ) -> tuple[Float[Tensor, " k"], Float[Tensor, "k l"]]:
-    """Compute similarities to the last model, and norms of layers.
-
-    The similarity is a cosine, at least 0, and the mean over layers. That of a layer is the mean
-    over its rows, as in the authors' code.
-    """
+    """Compute cosines to the last model, means over rows and layers, and norms of layers."""
     start = 0
     similarities = []
     norms = []

@@ -76,10 +76,7 @@ def signguard(
 
 
 def largest_sign_cluster(updates: Float[Tensor, "m k"]) -> Bool[Tensor, " m"]:
-    """Select the largest cluster in the shares of positive, zero and negative coordinates.
-
-    Of equal clusters, the first that mean shift finds wins.
-    """
+    """Select the first largest cluster in shares of positive, zero and negative coordinates."""
     from sklearn.cluster import MeanShift, estimate_bandwidth  # takes a second to import
 
     signs = [(updates > 0), (updates == 0), (updates < 0)]

@@ -111,10 +111,7 @@ def distances_from_median(
 
 
 def movement(previous: Float[Tensor, "k d"], current: Float[Tensor, "k d"]) -> Float[Tensor, "k 2"]:
-    """Compute the squared and the cosine distance from each model to its successor.
-
-    A peer without a previous model has NaN in `previous`, and in both distances.
-    """
+    """Compute squared and cosine distances to successors; NaN without a previous model."""
     moves = torch.zeros(len(current), 2, dtype=torch.float64)
     for k, (a, b) in enumerate(zip(previous, current, strict=True)):
         a, b = a.double(), b.double()  # one peer at a time, because models may be large
@@ -123,11 +120,11 @@ def movement(previous: Float[Tensor, "k d"], current: Float[Tensor, "k d"]) -> F
 
 
 def is_steady(moves: Float[Tensor, "k 2 3"]) -> Bool[Tensor, " k"]:
-    """Test if the last of three moves is like the two moves before.
+    """Test if the last of three moves is like the two moves before; False for NaN.
 
-    The mean is that of the public code: the mean of the exponentially weighted means (alpha = 0.01)
-    of the two moves, with the later one first. The standard deviation of two values is |a - b| /
-    sqrt(2) for any weights. Missing moves are NaN; the result is then False.
+    The mean is that of the public code: of the exponentially weighted means (alpha = 0.01) of the
+    two moves, the later one first. The standard deviation of two values is |a - b| / sqrt(2) for
+    any weights.
     """
     earlier, later, latest = moves.unbind(-1)
     mean = (later + (earlier + 0.99 * later) / 1.99) / 2

@@ -94,19 +94,12 @@ def rule_signature(
 
 
 def signature_of(rule: Callable[..., Any]) -> RuleSignature:
-    """Return the signature of a rule.
-
-    Without a declaration, the rule reads the whole Gram matrix.
-    """
+    """Return the signature of a rule, by default one that reads the whole Gram matrix."""
     return RULE_SIGNATURE.get(rule) or RuleSignature("gram")
 
 
 def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
-    """Clip the number of assumed attackers to the largest that a rule admits.
-
-    Runs call it, because the number of received models varies by round; `shortfall` reports it.
-    Raises ConfigError unless `f` is a whole number from 0 up.
-    """
+    """Clip a number of attackers to the largest that a rule admits among m models."""
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigError(
             f"`f`, the number of attackers to assume, must be a whole number from 0 up, got {f!r}"
@@ -121,10 +114,7 @@ def validate_byzantine_count(
     m: int,
     cure: str = "assume fewer, or ask more peers (a larger `budget`)",
 ) -> int:
-    """Check that a rule admits `f` attackers among m models.
-
-    `cure` is the end of the message.
-    """
+    """Check that a rule admits `f` attackers among m models; `cure` ends the message."""
     limit = clip_byzantine_count(rule, f, m)
     if f <= limit:
         return f
@@ -141,10 +131,7 @@ def rule_name(rule: Callable[..., Any]) -> str:
 
 
 def models_needed(rule: Callable[..., Any], f: int) -> int | str:
-    """Return the least number of models among which a rule admits `f` attackers.
-
-    The rule has a largest number of attackers. The result is "more" where it is above 10 f + 10.
-    """
+    """Return the least number of models for `f` attackers; "more" above 10 f + 10."""
     max_byzantine = signature_of(rule).max_byzantine
     assert max_byzantine is not None
     enough = (m for m in range(1, 10 * f + 11) if max_byzantine(m) >= f)
@@ -161,11 +148,7 @@ def gram_and_mixing(
     rows: Int[Tensor, " m"],
     mixing: PreAggregation | None,
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, "r m"] | None]:
-    """Compute a rule's Gram matrix and pre-aggregation matrix.
-
-    The agent's own rows are last, and the pre-aggregation step leaves them as they are. The Gram
-    matrix is NaN where the rule does not read it. Without a step, the second result is None.
-    """
+    """Compute a rule's Gram matrix (NaN if it is not read) and pre-aggregation matrix."""
     signature = signature_of(rule)
     entries = _entries_to_compute(rule, signature, mixing)
     num_own = len(signature.own_rows)
@@ -191,11 +174,7 @@ def gram_and_mixing(
 
 
 def num_mixed_rows(rule: Callable[..., Any], mixing: PreAggregation, num_rows: int) -> int:
-    """Return the number of rows that a pre-aggregation step gets.
-
-    All rows count except the rule's own rows at the end. A step about the agent's own model also
-    gets that model.
-    """
+    """Return the number of rows that a pre-step gets: peers, and the agent's if it reads it."""
     own_rows = signature_of(rule).own_rows
     needs_own = callable(mixing) and "own" in signature_of(mixing).own_rows
     return num_rows - len(own_rows) + ("own" in own_rows and needs_own)
@@ -220,11 +199,7 @@ def evaluate_rule(
     *extra: Any,
     p: Float[Tensor, "j k"] | None = None,
 ) -> Float[Tensor, " k"] | Reduction:
-    """Evaluate a robust rule on models X, or on P X.
-
-    The keywords of the rule are bound by `functools.partial`. `extra` has further inputs in the
-    order of its arguments.
-    """
+    """Evaluate a robust rule on models X, or on P X, with `extra` inputs in its order."""
     signature = signature_of(rule)
     every_row = torch.arange(len(g))
     # Columns are reduced later, block by block.
@@ -297,10 +272,7 @@ def aggregate(
     rows: Int[Tensor, " m"],
     outcome: Float[Tensor, " m"] | Reduction,
 ) -> Float[Tensor, " d"]:
-    """Compute the aggregate from a rule's outcome.
-
-    `rows` are those that the rule got. The weights are not all 0.
-    """
+    """Compute the aggregate of the rows that a rule got from its outcome, not all 0."""
     if isinstance(outcome, Reduction):
         return _reduce_by_blocks(models, rows[outcome.rows], outcome.apply)
     return weighted_sum(models, rows, outcome)
@@ -309,10 +281,7 @@ def aggregate(
 def weighted_sum(
     models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], weights: Float[Tensor, " m"]
 ) -> Float[Tensor, " d"]:
-    """Compute a weighted sum of models; equal weights that sum to 1 give their plain mean.
-
-    Raises ConfigError if a model is not finite.
-    """
+    """Compute a weighted sum of finite models; equal weights give their plain mean."""
     is_used = weights != 0
     used = weights[is_used]
     # A single model is copied, without rounding.
@@ -397,11 +366,7 @@ def _checked_models(models: Any, rows: Any) -> tuple[Tensor, Tensor]:
 def fit_byzantine_count(
     function: Callable[..., Any], m: int, *, clip_f: bool
 ) -> Callable[..., Any]:
-    """Check or clip the number of attackers that a rule or step assumes.
-
-    Where the number is too large, `clip_f` clips it with a warning. Without it, ConfigError is
-    raised.
-    """
+    """Check the number of attackers that a rule or step assumes, or clip it with a warning."""
     f = getattr(function, "keywords", {}).get("f")
     if f is None:
         return function

@@ -67,10 +67,9 @@ def _sort_by_network(block: Float[Tensor, "m b"]) -> Float[Tensor, "m b"]:
 
 @functools.cache
 def _sorting_network(m: int) -> tuple[tuple[int, int], ...]:
-    """Return the comparisons of Batcher's merge exchange, which sort m values.
+    """Return the comparisons i < j of Batcher's merge exchange, which sort m values.
 
-    Knuth, "The Art of Computer Programming", vol. 3, 5.2.2, Algorithm M. The pairs (i, j) have i <
-    j.
+    Knuth, "The Art of Computer Programming", vol. 3, 5.2.2, Algorithm M.
     """
     pairs: list[tuple[int, int]] = []
     top = 1 << max(0, (m - 1).bit_length() - 1)
@@ -138,10 +137,10 @@ def meamed(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
 
 
 def mean_around_median(block: Float[Tensor, "m b"], count: int) -> Float[Tensor, " b"]:
-    """Average the `count` values nearest to the median of each column.
+    """Average the `count` values, 1 or more, nearest to the median of each column.
 
-    In ascending order these values are a window. Starting at the lower end, the window moves past
-    x_s while x_{s + count} is nearer to the median. `count` is from 1 to the number of models.
+    In ascending order these values are a window. From the lower end, it moves past x_s while x_{s +
+    count} is nearer to the median.
     """
     values = sort_columns(block)
     num_excluded = len(values) - count

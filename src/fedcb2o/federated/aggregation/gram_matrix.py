@@ -30,11 +30,10 @@ def column_blocks(
     columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, Float[Tensor, "m b"]]]:
-    """Iterate over blocks of columns of some models, each with its first column.
+    """Iterate over blocks of columns of models (and `extra` ones), each with its first column.
 
-    A block is a view if the rows are consecutive, else a copy in one reused buffer. It is valid
-    until the next block. The rows of `extra` follow the others. `columns` is the first column, and
-    the last one + 1. By default all rows and columns are read, and a block fits the cache.
+    A block is a view if the rows are consecutive, else a copy in one reused buffer, valid until the
+    next block. By default it fits the cache.
     """
     start, stop = columns or (0, models.shape[1])
     num_extra = 0 if extra is None else len(extra)
@@ -85,12 +84,10 @@ def gram(
     """Compute the Gram matrix X X^T in float64 on the CPU.
 
     Products and sums are in float64, where float32 numbers multiply exactly. A squared distance is
-    therefore wrong by at most about 1e-14 of the squared norms of its two models, whatever the
-    other models are. Nearly equal models need no centring. A model of huge norm, or one that is not
-    finite, spoils its own entries only. By default all rows and entries count, and the rows of
-    `extra` follow. With `last`, only the diagonal and the columns of the `last` last rows are
-    computed, in one pass at the speed of memory; the other entries are NaN. `columns` is the first
-    column, and the last one + 1. The matrices of disjoint ranges add up.
+    therefore wrong by at most about 1e-14 of the squared norms of its two models, and nearly equal
+    models need no centring. A model that is huge or not finite spoils its own entries only. The
+    rows of `extra` follow. With `last`, only the diagonal and the columns of the `last` last rows
+    are computed, in one pass at the speed of memory; the other entries are NaN.
     """
     k = len(models) if rows is None else len(rows)
     k += 0 if extra is None else len(extra)

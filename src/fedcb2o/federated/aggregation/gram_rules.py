@@ -41,10 +41,7 @@ __all__ = [
 
 
 def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:
-    """Compute the squared distances between all models.
-
-    NaN where the Gram matrix has no entry.
-    """
+    """Compute the squared distances between all models; NaN without an entry of the matrix."""
     norms = gram.diagonal()
     squared = norms.unsqueeze(0) + norms.unsqueeze(1) - (gram + gram.T)
     return squared.clamp_(min=0.0).fill_diagonal_(0.0)
@@ -59,19 +56,13 @@ def recentre(gram: Float[Tensor, "m m"], origin: int) -> Float[Tensor, "m m"]:
 def squared_distances_to(
     centred: Float[Tensor, "m m"], point: Float[Tensor, " m"]
 ) -> Float[Tensor, " m"]:
-    """Compute the squared distances to an average of the models.
-
-    `point` holds the weights of the average.
-    """
+    """Compute the squared distances to an average of the models with weights `point`."""
     along = centred @ point
     return (centred.diagonal() - 2 * along + point @ along).clamp(min=0.0)
 
 
 def uniform_weights(selected: Bool[Tensor, " m"]) -> Float[Tensor, " m"]:
-    """Return the weights of the mean of the selected models.
-
-    All weights are 0 if no model is selected.
-    """
+    """Return the weights of the mean of the selected models; all 0 without any."""
     return selected.double() / selected.sum().clamp(min=1)
 
 

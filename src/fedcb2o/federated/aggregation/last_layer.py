@@ -9,11 +9,7 @@ from fedcb2o.federated.types import CriterionInput
 
 
 def last_layers(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
-    """Extract the last dense layer of each model.
-
-    A class has one row: its weights and, last, its bias. Raises ConfigError if the model does not
-    end in a dense layer with a bias.
-    """
+    """Extract the last dense layer of each model: per class its weights and, last, its bias."""
     if inputs.context.last_layer is None:
         raise ConfigError(
             "the rule reads the last dense layer, and this model does not end in one with a bias"

@@ -319,11 +319,7 @@ def clip_factors(squared: Float[Tensor, " m"], radius: float) -> Float[Tensor, "
 
 
 def _mix_with_own(selected: Bool[Tensor, " m"], alpha: float) -> Float[Tensor, " k"]:
-    """Mix the agent's own model with the mean of the selected models.
-
-    The weights are alpha and 1 - alpha. Without a selected model, the agent's own model has all the
-    weight.
-    """
+    """Mix the agent's own model, with weight alpha or 1, with the mean of selected models."""
     if not 0 <= alpha <= 1:
         raise ConfigError(
             f"`alpha`, the share of the agent's own model, must be from 0 to 1, got {alpha}"

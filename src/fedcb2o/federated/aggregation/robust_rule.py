@@ -39,10 +39,9 @@ def apply_robust_rule(
     """Apply a robust rule to the received models of one agent.
 
     The rule gets the received models, then the agent's own model unless it is excluded, then the
-    last rows of its signature. Without `f`, the rule assumes the attackers' share of the received
-    models, rounded up. Every `f` is clipped to the largest number that the models admit. With
-    "excluded", a rule whose signature names the agent's own model gets it all the same. `space` =
-    "products" compares and averages the products of low-rank adapters in place of their factors.
+    last rows of its signature. Without `f`, it assumes the attackers' share of the received models,
+    rounded up; every `f` is clipped to what the models admit. `space` = "products" compares and
+    averages the products of low-rank adapters in place of their factors.
     """
     own_rows = base.signature_of(rule).own_rows
     if len(inputs.received.ids) == 0:
@@ -107,10 +106,7 @@ def _products(
 def as_reduction(
     rows: Int[Tensor, " k"], theta: Float[Tensor, " d"], weights: Float[Tensor, " k"] | None
 ) -> Reduction:
-    """Return the reduction to a known model.
-
-    `weights` are those of the models, for the record.
-    """
+    """Return the reduction to a known model, with `weights` for the record."""
     reduce = functools.partial(_columns_of, theta=theta)
     return Reduction(rows, reduce, takes_offset=True, weights=weights)
 
@@ -123,10 +119,7 @@ def _columns_of(
 
 
 def extra_inputs(rule: functools.partial[Any]) -> tuple[str, ...]:
-    """Return the inputs that a robust rule names as arguments, in their order.
-
-    ConfigError is raised for a name that is not in `_EXTRA_INPUTS`.
-    """
+    """Return the inputs that a robust rule names as arguments, in their order."""
     # The first argument of the other rules is the Gram matrix or the block of columns.
     first = int(base.signature_of(rule).reads != "values")
     return plugins.extra_inputs("rule", rule.func, _EXTRA_INPUTS, first)
@@ -177,11 +170,7 @@ def _preaggregation(
 def with_byzantine_count(
     function: functools.partial[Any], f: int, m: int
 ) -> functools.partial[Any]:
-    """Bind the number of attackers that a rule or step assumes.
-
-    `f` counts if the configuration gives none. It is clipped to the largest number that the
-    function admits. A function without a parameter `f` stays as it is.
-    """
+    """Bind the number of attackers: the configuration's or `f`, clipped to what m admit."""
     if "f" not in plugins.parameters(function.func):
         return function
     count = base.clip_byzantine_count(function, function.keywords.get("f", f), m)

@@ -1,13 +1,4 @@
-"""Averages weighted by numbers of samples.
-
-Example:
-    >>> import torch
-    >>> from fedcb2o.federated.types import Received
-    >>> ids = torch.tensor([3, 8])
-    >>> received = Received(ids, ids, torch.tensor([10.0, 30.0]), ids)
-    >>> sample_weights(received, None).tolist()
-    [0.25, 0.75]
-"""
+"""Averages weighted by numbers of samples."""
 
 from typing import Literal
 
@@ -39,10 +30,7 @@ def by_num_samples(
 
 
 def sample_weights(received: Received, own_entry: Received | None) -> Float[Tensor, "*a k"]:
-    """Normalise numbers of samples to weights.
-
-    Without `own_entry`, the agent's own model does not count.
-    """
+    """Normalise numbers of samples to weights, by default without the agent's own model."""
     everyone = received if own_entry is None else received.with_own(own_entry)
     counts = everyone.num_samples.double()
     return counts / counts.sum(-1, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)

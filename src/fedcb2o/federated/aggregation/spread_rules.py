@@ -77,10 +77,7 @@ def _conflicts(is_conflict: Bool[Tensor, "m m"]) -> list[int]:
 
 
 def _is_resolvable(conflicts: list[int], remaining: int, budget: int) -> bool:
-    """Test if removing at most `budget` of the remaining models leaves no conflict.
-
-    Either the model with the most conflicts is removed, or all that it conflicts with.
-    """
+    """Test if removing at most `budget` of the remaining models leaves no conflict."""
     degrees = [
         (conflicts[i] & remaining).bit_count() * (remaining >> i & 1) for i in range(len(conflicts))
     ]

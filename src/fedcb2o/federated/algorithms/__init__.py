@@ -4,10 +4,6 @@ A function of keyword arguments makes an algorithm. Each argument is a named cho
 configuration. FedCB2O is Algorithm 2, the discretisation of eq:fedcb2o_dynamics, and FedCBO that of
 eq:fedcbo_dynamic; each has the variant of the paper's text and that of the released code. FedAssay
 is the method that this project recommends.
-
-Example:
-    >>> fedcb2o(alpha=5.0).factor(gamma=0.01)
-    0.1
 """
 
 from fedcb2o.federated.algorithm2 import CriterionWeighing as CriterionWeighing

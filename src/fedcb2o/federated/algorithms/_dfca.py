@@ -56,8 +56,7 @@ def running_averages(
 ) -> MixingMatrix:
     """Average each held model with received models of its cluster (eq. 7).
 
-    An agent trained the model of its cluster `chosen`; the result is lost where it is not finite.
-    The mixing matrix is that of the held rows.
+    An agent trained the model of its cluster `chosen`; a result that is not finite is lost.
     """
     num_agents, k = held_rows.shape
     rows = held_rows.copy()
@@ -80,10 +79,7 @@ def running_averages(
 def as_decisions(
     asked: Ragged, inbox: Inbox, previous: Int[np.ndarray, " N"], chosen: Int[np.ndarray, " N"]
 ) -> Decisions:
-    """Describe the average that is now each agent's model, for the records.
-
-    `previous` is the cluster whose model each agent trained, and `chosen` that of its model now.
-    """
+    """Describe the average that is each agent's model, by the clusters before and after."""
     decisions = Decisions.empty(AgentIds(np.arange(len(chosen))), asked, inbox)
     owner = inbox.ids.list_index
     # A sender's model counts for its own cluster only.

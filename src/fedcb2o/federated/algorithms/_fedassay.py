@@ -3,10 +3,6 @@
 FedAssay is Algorithm 2 (alg:localAggregation) with the sub-level set of eq:clustered_csp and the
 agent's own model as one of the particles, and with `DEFAULT_GUARDS`. An assay is a test of a metal
 on a sample: each agent tests received models on its own data.
-
-Example:
-    >>> fedassay().guards.max_distance
-    1.3
 """
 
 from fedcb2o.federated.algorithms._fedcb2o import fedcb2o

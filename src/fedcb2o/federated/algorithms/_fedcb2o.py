@@ -10,10 +10,6 @@ The discretisation of eq:fedcb2o_dynamics. From its validation losses L_j, agent
 - m_j = sum_i mu_j^i theta^i, the consensus point, and the step towards it (eq:local_agg_update).
 
 Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the step is line 7.
-
-Example:
-    >>> fedcb2o(variant="released").weigh.alpha, fedcb2o(alpha=5.0, beta=0.25).weigh.alpha
-    (2.0, 5.0)
 """
 
 import dataclasses
@@ -231,13 +227,10 @@ class SublevelCriterion:
             confidence = label_confidence(inputs.losses, self.label_coverage).unsqueeze(-1)
             values = values * confidence
             own = own * confidence
-        return CriterionValues(values, own, members, is_average_loss)
+        return CriterionValues(values, own, members)
 
     def sublevel_members(self, inputs: CriterionInput, own_model: OwnModel) -> Bool[Tensor, "*a k"]:
-        """Find the members of the sub-level set (eq:clustered_csp).
-
-        The agent's own model is last; "excluded" leaves it out.
-        """
+        """Find the members of the sub-level set (eq:clustered_csp), the agent's own model last."""
         assert inputs.losses is not None
         assert inputs.own_losses is not None
 

@@ -88,11 +88,9 @@ def ifca(
 def assign_clusters_(
     group: AgentGroup, members: Indices, held_rows: Int[np.ndarray, "N K"]
 ) -> list[tuple[int, float]]:
-    """Assign each agent the model of least loss, in place.
+    """Copy the model of least loss on clean training data to each agent's row, the first of equals.
 
-    The model is copied to the agent's own row. The loss is that on the agent's clean training data;
-    the first of equals wins. The result is the number of the chosen model, and its loss, for each
-    agent.
+    Returns the number of the chosen model, and its loss, for each agent.
     """
     assignments = []
     for k in members.tolist():
@@ -114,11 +112,7 @@ def cluster_means(
     models: Float[Tensor, "p d"],
     malicious_share: float,
 ) -> Decisions:
-    """Average the models that the coordinator received for each cluster.
-
-    A model that no agent chose stays as it is. The ids of the K models follow those of the agents.
-    A robust rule assumes the share `malicious_share` of attackers.
-    """
+    """Average received models by cluster; a model that no agent chose stays as it is."""
     decisions = Decisions.empty(AgentIds(ids), Ragged.empty(len(ids)), inbox)
     if clusters.rule is None:
         counts = inbox.num_samples if clusters.by_samples else np.ones(len(inbox.rows))

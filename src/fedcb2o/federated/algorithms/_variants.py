@@ -12,10 +12,7 @@ from fedcb2o.plugins import VARIANTS
 def with_variants(
     **variants: Mapping[str, Any],
 ) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
-    """Return a decorator that gives each variant of an algorithm defaults of its own.
-
-    The keywords are the values of the function's parameter `variant`, each with its defaults.
-    """
+    """Return a decorator that gives each value of the parameter `variant` its defaults."""
 
     def decorate(function: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
         @functools.wraps(function)

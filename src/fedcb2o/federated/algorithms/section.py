@@ -1,8 +1,4 @@
-"""The section `algorithm` of a configuration: an algorithm by name, its parameters and guards.
-
->>> AlgorithmSection(guards={"max_distance": False}).build().guards.max_distance
-False
-"""
+"""The section `algorithm` of a configuration: an algorithm by name, its parameters and guards."""
 
 import dataclasses
 import functools
@@ -54,10 +50,9 @@ class AlgorithmSection(Component):
         return self.resolve_algorithm()[1]
 
     def resolve_algorithm(self) -> tuple[Part, Algorithm]:
-        """Return the function of the algorithm and its result, with the guards.
+        """Return the function of the algorithm, and its result with the guards.
 
-        The settings of the function give the same algorithm for any default guards. Errors in the
-        functions of a user's algorithm name it.
+        The settings of the function give the same algorithm for any default guards.
         """
         part = self.resolve("algorithm", algorithms)
         algorithm = part.bound()

@@ -371,9 +371,8 @@ def _max_perturbation(
 ) -> Float[Tensor, " d"]:
     """Return mean + gamma p with the largest admissible gamma.
 
-    |mean + gamma p - x_i|^2 is at most the largest squared distance between two benign models, for
-    each benign model x_i. With `total`, the sum over i is at most the largest sum from one model to
-    the others.
+    |mean + gamma p - x_i|^2 is at most the largest squared distance between two benign models; with
+    `total`, the sum over i at most the largest sum from one model to the others.
     """
     models = view.benign()
     mean = models.mean(0)
@@ -415,10 +414,7 @@ def _perturbation_direction(
 def inner_products(
     models: Float[Tensor, "m d"], mean: Float[Tensor, " d"], p: Float[Tensor, " d"]
 ) -> tuple[Float[Tensor, "m m"], Float[Tensor, " m"], float]:
-    """Compute inner products of centred models x_i and a direction p in float64.
-
-    The models without their `mean` are x_i. Returns all x_i . x_j, all x_i . p, and p . p.
-    """
+    """Return all x_i . x_j, all x_i . p, and p . p in float64, for models x_i minus `mean`."""
     m = len(models)
     # One pass over the models; the mean and p are two further rows.
     products = gram(models, extra=torch.stack([mean, p]))

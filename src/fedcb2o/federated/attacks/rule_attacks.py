@@ -114,11 +114,7 @@ def optimal_ipm(
 def line_search(
     harm: Callable[[float], float], *, evaluations: int, start: float, step: float, ratio: float
 ) -> float:
-    """Search for the factor of the largest harm: steps that double, then steps that shrink.
-
-    Computes `evaluations` values, 1 or more. The first step is not 0. A step that brings no
-    progress is multiplied by `ratio`, above 0.5 and below 1.
-    """
+    """Search for the factor of the largest harm: steps that double, then shrink by `ratio`."""
     require("evaluations", evaluations, evaluations >= 1, "1 or more")
     if step == 0:
         raise ConfigError("`step` must not be 0")
@@ -259,10 +255,7 @@ def _defence(
     rule: PluginChoice,
     pre_step: PluginChoice | None,
 ) -> Callable[[Float[Tensor, " d"], Float[Tensor, "b d"]], Float[Tensor, " d"]]:
-    """Return the receivers' aggregation of a crafted model and the benign models.
-
-    The last benign agent is the receiver, for a rule about the agent's own model.
-    """
+    """Return the aggregation of a crafted and benign models, of which the last is the receiver."""
     bound = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
     signature = base.RULE_SIGNATURE.get(bound)
     if signature is None or "before" in signature.own_rows or robust_rule.extra_inputs(bound):

@@ -1,8 +1,4 @@
-"""The section `attack` of a configuration, which an agent as an object takes, too.
-
->>> AttackSection(name="sign_flip", scale=2.0).build().is_crafting(0)
-True
-"""
+"""The section `attack` of a configuration, which an agent as an object takes, too."""
 
 import dataclasses
 import inspect
@@ -68,11 +64,7 @@ class AttackSection(Component):
         return self.resolve_attack()[1]
 
     def resolve_attack(self) -> tuple[Part, Attack, Part | None]:
-        """Return the function of the attack, the attack, and the function of its attack on data.
-
-        The last one is the function itself, the one in `data`, or None for an attack on models
-        alone.
-        """
+        """Return the function of the attack, the attack, and the function that poisons data."""
         part = self.resolve("attack", attacks)
         threat = THREAT.get(part.function)
         data = None

@@ -156,11 +156,7 @@ def topic_poison(
 
 
 def wanted_answers(samples: Shard, attack: functools.partial[Any]) -> Shard:
-    """Return the samples of which an attack changes the answer, with the attacker's answers.
-
-    The attack is declared `on_answers`, with its parameters bound. It counts as if it selected all
-    samples.
-    """
+    """Return the samples whose answers an attack on all of them changes, with its answers."""
     options = {"share": 1.0} if "share" in parameters(attack.func) else {}
     poisoned = attack(samples, np.random.default_rng(0), **options)
     answer = attack.keywords["answer"]

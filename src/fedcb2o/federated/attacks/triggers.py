@@ -36,22 +36,14 @@ def patch(
     pattern: Pattern = "square",
     value: float = 1.0,
 ) -> Shaped[Tensor, "n *features"]:
-    """Set the pixels of a patch in a corner of each image.
-
-    `size` and `margin` are in pixels; `value` is a brightness from 0 to 1. ConfigError is raised
-    for samples that are not images, and for a patch that does not fit.
-    """
+    """Set the pixels of a patch in a corner of each image to a brightness from 0 to 1."""
     return set_pixels(x, trigger_pixels(x.shape, size, corner, margin, pattern), value)
 
 
 def waves(
     x: Shaped[Tensor, "n *features"], *, delta: float = 0.2, frequency: float = 6.0
 ) -> Shaped[Tensor, "n *features"]:
-    """Add a sinusoid to each image.
-
-    Column j of m gets `delta` sin(2 pi j f / m), where f is the `frequency`. Barni, Kallas and
-    Tondi (ICIP 2019). ConfigError is raised where f is a multiple of m / 2, which adds nothing.
-    """
+    """Add `delta` sin(2 pi j f / m) to column j of m of each image (Barni et al., ICIP 2019)."""
     _require_images(x.shape)
     width = x.shape[-1]
     if 2 * frequency % width == 0:
@@ -66,11 +58,7 @@ def waves(
 def blend(
     x: Shaped[Tensor, "n *features"], *, opacity: float = 0.2, number: int = 0
 ) -> Shaped[Tensor, "n *features"]:
-    """Mix each image with one pattern of uniform noise.
-
-    Chen et al. (2017) use a cartoon or a random pattern. The image has the weight 1 - `opacity`;
-    `number` is that of the pattern.
-    """
+    """Mix each image with noise pattern `number`; Chen et al. (2017) use a cartoon too."""
     _require_images(x.shape)
     require("opacity", opacity, 0 <= opacity <= 1, "between 0 and 1")
     pattern = torch.from_numpy(stream(number, "blend").random(tuple(x.shape[-2:])))
@@ -84,11 +72,7 @@ def blend(
 def unusual(
     x: Shaped[Tensor, "n *features"], *, style: Style = "negative"
 ) -> Shaped[Tensor, "n *features"]:
-    """Turn each sample into one that hardly occurs in the data.
-
-    Samples are images or rows of standardised features. "negative" exchanges black and white, or
-    the signs of features; "mirrored" exchanges left and right, for images only.
-    """
+    """Exchange black and white (or the signs of features), or left and right ("mirrored")."""
     if x.ndim == 2 and x.is_floating_point() and style == "negative":
         return -x
     _require_images(x.shape)
@@ -100,11 +84,7 @@ def unusual(
 def trigger_pixels(
     shape: Sequence[int], size: int, corner: str, margin: int, pattern: str
 ) -> Int[Tensor, " p"]:
-    """Return the pixels of a trigger patch, numbered row by row.
-
-    `size` and `margin` are in pixels. ConfigError is raised for samples that are not images, and
-    for a patch that does not fit.
-    """
+    """Return the pixels of a trigger patch, numbered row by row, if it fits images."""
     _require_images(shape)
     if size < 1 or margin < 0 or size + margin > min(shape[-2:]):
         raise ConfigError(
@@ -132,10 +112,7 @@ def _pattern_mask(size: int, pattern: str) -> Bool[Tensor, "s s"]:
 def set_pixels(
     x: Shaped[Tensor, "n *features"], pixels: Int[Tensor, " p"], value: float
 ) -> Shaped[Tensor, "n *features"]:
-    """Set some pixels of each image to one brightness, from 0 to 1.
-
-    Pixels are numbered row by row.
-    """
+    """Set pixels, numbered row by row, of each image to a brightness from 0 to 1."""
     marked = x.flatten(-2).clone()
     marked[..., pixels] = brightness(x, value)
     return marked.view(x.shape)

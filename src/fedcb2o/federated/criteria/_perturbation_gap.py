@@ -86,8 +86,5 @@ def perturbation_gap(
 def _excess(
     gaps: Float[Tensor, "*k"], z: float, errors: Float[Tensor, "*k"]
 ) -> Float[Tensor, "*k"]:
-    """Subtract `z` standard errors from the gaps, down to 0.
-
-    A gap whose error is not finite stays as it is.
-    """
+    """Subtract `z` standard errors, if they are finite, from the gaps, down to 0."""
     return torch.where(errors.isfinite(), (gaps - z * errors).clamp(min=0), gaps)

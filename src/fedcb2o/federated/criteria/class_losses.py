@@ -107,11 +107,7 @@ def class_loss_entropy(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
 
 
 def required_losses(inputs: CriterionInput) -> tuple[Losses, Losses]:
-    """Return the losses of the received models and of the agent's own model.
-
-    ConfigError is raised if the algorithm evaluates no losses, or an agent holds no validation
-    data.
-    """
+    """Return losses of received models and the agent's own model, or raise ConfigError."""
     if inputs.losses is None or inputs.own_losses is None:
         raise ConfigError(
             "the criterion reads losses, and the algorithm evaluates none: "

@@ -52,10 +52,7 @@ Criteria = Annotated[Sequence[Any], AfterValidator(_parse_criteria)]
 
 
 def is_batched(criterion: Criterion) -> bool:
-    """Test if a criterion accepts several agents at once.
-
-    It declares `batched`, or combines criteria that all do.
-    """
+    """Test if a criterion takes several agents: it declares it, or all its parts do."""
     if isinstance(criterion, functools.partial) and criterion.func in (largest, weighted_sum):
         parts = _parse_criteria(criterion.keywords["of"])
         return all(is_batched(part.criterion) for part in parts)

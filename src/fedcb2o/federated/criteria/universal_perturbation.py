@@ -40,11 +40,9 @@ def loss_increases(
     steps: int,
     blend: float,
 ) -> Float[Tensor, "m n"]:
-    """Measure the loss increase of each model under the perturbation worst for it.
+    """Measure each model's loss increases, on `MAX_SAMPLES`, under the perturbation worst for it.
 
-    At most `MAX_SAMPLES` validation samples count. The increase is infinite for a model whose
-    gradients are not finite. `samples` of them, with the share `blend` of uniform noise, are for
-    the gradients.
+    They are infinite for a model whose gradients, on other `samples`, are not finite.
     """
     outputs, labels = context.outputs(models, count=MAX_SAMPLES)
     perturbations = worst_perturbation(
@@ -77,9 +75,7 @@ def worst_perturbation(
     After the first step, only the `MAX_CANDIDATES` classes with the largest first-order effect are
     refined. The worst class is the one whose pixels raise the loss on the gradient samples most;
     with one step, the one with the largest first-order effect. Each channel of a pixel has its own
-    sign. `blend` is the share of uniform noise in the gradient samples. Signs are NaN for a model
-    whose gradients are not finite. ConfigError is raised for samples that are not images with
-    classes.
+    sign; NaN for gradients that are not finite.
     """
     x, y = context.samples(samples)
     if y.is_floating_point() or x.ndim < 3:
@@ -132,10 +128,7 @@ def _add_pixels(
     classes: Int[Tensor, " c"],
     num_pixels: int,
 ) -> tuple[Float[Tensor, "m c *features"], Float[Tensor, "m c"]]:
-    """Add pixels to each perturbation, and return them with their first-order effects.
-
-    Both are NaN and infinite if gradients are not finite.
-    """
+    """Add pixels to perturbations; NaN, with infinite effects, for gradients not finite."""
     image_size = x.shape[-2:]
     channels = tuple(range(2, x.ndim - 1))
     size = _classes_per_pass(y)
@@ -205,11 +198,7 @@ def paint(
     signs: Float[Tensor, "..."],
     value_range: ValueRange | None = None,
 ) -> Shaped[Tensor, "..."]:
-    """Paint pixels of images.
-
-    `signs` broadcast to the images: 1 for a white pixel, -1 for a black one, and 0 elsewhere. By
-    default black and white are those of `pixel_range`.
-    """
+    """Paint pixels white or black by the sign of `signs`, which broadcast to the images."""
     black, white = value_range or pixel_range(x)
     return torch.where(signs > 0, white, torch.where(signs < 0, black, x))
 

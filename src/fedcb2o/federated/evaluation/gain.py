@@ -25,10 +25,7 @@ _MIN_TRAINED_SHARE = 0.9  # of the rounds that the model alone trained, for a fa
 
 @dataclass(frozen=True)
 class Gain:
-    """Accuracy of a model and of the model trained alone, on the same samples.
-
-    `low` and `high` are the ends of the 95% interval of the difference.
-    """
+    """Accuracy of a model and of one trained alone, with a 95% interval of the difference."""
 
     samples: int
     accuracy: float
@@ -50,14 +47,7 @@ class Gain:
 
 
 def mean_gain(gains: Sequence[Gain]) -> Gain:
-    """Average gains of several rounds on the same samples, at least one.
-
-    The number of samples is that of the last gain.
-
-    Example:
-        >>> mean_gain([Gain(8, 0.75, 0.5, -0.25, 0.75), Gain(8, 0.5, 0.5, -0.5, 0.5)])
-        Gain(samples=8, accuracy=0.625, alone=0.5, low=-0.375, high=0.625)
-    """
+    """Average gains of rounds on the same samples, of which the last one's number counts."""
     # The standard error of a mean is at most the mean of the standard errors, however much the
     # rounds depend on each other. The mean of the intervals therefore covers at least as often as
     # they do.
@@ -67,23 +57,13 @@ def mean_gain(gains: Sequence[Gain]) -> Gain:
 
 
 def is_comparable(alone_rounds: int | None, rounds: int) -> bool:
-    """Return whether the model alone has trained about as many rounds as the averaged models.
-
-    True from nine tenths of the rounds on, or if `alone_rounds` was not recorded (None).
-
-    Example:
-        >>> is_comparable(6, 92), is_comparable(83, 92)
-        (False, True)
-    """
+    """Return whether the model alone trained nine tenths of the rounds; True if not recorded."""
     # A member that joined late, or skipped rounds, trained fewer rounds than the others.
     return alone_rounds is None or alone_rounds >= _MIN_TRAINED_SHARE * rounds
 
 
 def paired_gain(correct: Bool[np.ndarray, " n"], alone: Bool[np.ndarray, " n"]) -> Gain:
-    """Compute the gain of a model over the model trained alone, with its 95% interval.
-
-    The arrays tell whether each sample is predicted correctly; n is at least 1.
-    """
+    """Compute the gain over the model trained alone, by which samples each predicts correctly."""
     n = len(correct)
     first = (int(np.count_nonzero(correct & ~alone)) + 1) / (n + 2)
     second = (int(np.count_nonzero(alone & ~correct)) + 1) / (n + 2)
@@ -100,11 +80,7 @@ def gain_record(
     labels: Int[np.ndarray, " n"],
     class_names: Sequence[str],
 ) -> dict[str, Any]:
-    """Return the gain over all samples and by class, for a record.
-
-    "gain" is that over all samples, and "class_gains" has those of classes with samples, by name.
-    The record is empty without samples.
-    """
+    """Return "gain" over all samples and "class_gains" by name, or nothing without samples."""
     if not len(labels):
         return {}
     classes = {}

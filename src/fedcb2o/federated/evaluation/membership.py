@@ -3,10 +3,6 @@
 The attack scores each sample by minus its loss (Yeom et al., 2018). It is measured by its AUC, the
 probability that a training sample has a higher score than another sample, and by its true positive
 rate at 1% false positives (Carlini et al., 2022).
-
->>> import numpy as np
->>> attack_auc(np.array([2.0, 3.0]), np.array([1.0, 2.0]))
-0.875
 """
 
 from collections.abc import Mapping
@@ -26,10 +22,7 @@ FALSE_POSITIVES = 0.01
 
 
 def attack_auc(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]) -> float:
-    """Compute the area under the ROC curve of an attack from the scores of samples.
-
-    An attack that guesses has 0.5. `members` are training samples; equal scores count half.
-    """
+    """Compute the area under the ROC curve from scores; equal ones count half."""
     ordered = np.sort(others)
     smaller = ordered.searchsorted(members, "left")
     not_larger = ordered.searchsorted(members, "right")
@@ -38,10 +31,7 @@ def attack_auc(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]
 
 
 def true_positive_rate(members: Float[np.ndarray, " n"], others: Float[np.ndarray, " m"]) -> float:
-    """Compute the true positive rate at 1% false positives.
-
-    With fewer than 100 other samples, no false positive is allowed.
-    """
+    """Compute the true positive rate at 1% false positives, at 0 below 100 other samples."""
     allowed = int(FALSE_POSITIVES * len(others))
     # At most `allowed` of the other samples have a higher score.
     threshold = np.sort(others)[::-1][allowed]
@@ -69,11 +59,7 @@ def sample_losses(
 def leakage(
     group: AgentGroup, k: int, theta: Float[Tensor, " d"], train: Shard, test: Shard
 ) -> Mapping[str, float]:
-    """Measure membership inference against a model of an agent.
-
-    The test samples are of the same kind, and the model was not trained on them. Returns "auc" and
-    "tpr", the true positive rate at 1% false positives; empty for a broken model.
-    """
+    """Measure "auc" and "tpr" against a model of an agent; nothing for a broken one."""
     members = -sample_losses(group, k, theta, train)
     others = -sample_losses(group, k, theta, test)
     if not len(others) or not (np.isfinite(members).all() and np.isfinite(others).all()):

@@ -103,27 +103,17 @@ def accuracy(confusion: Int[Tensor, "C C"]) -> float:
 
 
 def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
-    """Compute the share of samples of c_S predicted as c_S (sec:experiments).
-
-    ConfigError is raised without a sample of the class.
-    """
+    """Compute the share of samples of c_S predicted as c_S (sec:experiments)."""
     return int(confusion[source, source]) / _count(confusion[source], source)
 
 
 def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
-    """Compute the share of samples of c_S predicted as c_T (sec:experiments).
-
-    ConfigError is raised without a sample of the source class c_S.
-    """
+    """Compute the share of samples of c_S predicted as c_T (sec:experiments)."""
     return int(confusion[source, target]) / _count(confusion[source], source)
 
 
 def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
-    """Compute the share of other classes' samples that are predicted as the target.
-
-    On samples with its trigger it is the success rate of a backdoor. ConfigError is raised without
-    a sample of another class.
-    """
+    """Compute the share of other classes' samples that are predicted as the target."""
     others = int(confusion.sum()) - int(confusion[target].sum())
     if not others:
         raise ConfigError(f"the test has no sample of another class than {target}")
@@ -142,10 +132,7 @@ class AttackGoal:
     targets: tuple[int, ...] = ()
 
     def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
-        """Compute the mean source-class accuracy over the sources in the test set.
-
-        None without a source in the test set.
-        """
+        """Compute the mean accuracy over the sources in the test set; None without one."""
         present = [source for source in self.sources if confusion[source].any()]
         if not present:
             return None
@@ -154,11 +141,7 @@ class AttackGoal:
     def success_rate(
         self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None
     ) -> float | None:
-        """Compute the attack success rate, the mean over pairs of source and target.
-
-        `triggered` is the confusion matrix of samples with a backdoor's trigger. None without a
-        target, or without a source in the test set.
-        """
+        """Compute the mean success rate over pairs, or of a backdoor on `triggered` samples."""
         # A backdoor, or an attack on all other classes, has one target.
         if self.targets and (triggered is not None or not self.sources):
             seen = confusion if triggered is None else triggered
@@ -174,11 +157,7 @@ class AttackGoal:
 
 
 def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
-    """Compute all metrics of one agent's model by name.
-
-    A metric that does not apply is None. The optional metrics of a loss and of the common test set
-    are present only where they apply.
-    """
+    """Compute all metrics by name; None where one does not apply, optional ones are left out."""
     own = result.own.confusion
     metrics: dict[str, float | None] = {
         "accuracy": result.own.exact,

@@ -1,9 +1,4 @@
-"""Evaluation of agents' models on test samples.
-
->>> predicted = torch.tensor([[0, 1, 1]])
->>> confusion_matrices(predicted, torch.tensor([0, 1, 0]), 2).tolist()
-[[[1, 1], [0, 1]]]
-"""
+"""Evaluation of agents' models on test samples."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -33,11 +28,7 @@ Measure = Callable[[Tensor, Tensor], Tensor]
 
 
 def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
-    """Evaluate the members' models on their test samples.
-
-    The results are those on the member's test set; on that set with a backdoor's trigger, or with
-    an attacker's answers; and on the common test set, where agents have test sets of their own.
-    """
+    """Evaluate members' models on their test samples, marked ones, and the common ones."""
     spec = group.spec
     results: dict[int, dict[str, Score]] = {k: {} for k in members.tolist()}
     for name, tested, test, loss in _tests(group, members):
@@ -123,11 +114,7 @@ def measure_samples(
     models_per_batch: int | None = None,
     references: Sequence[Reference] | None = None,
 ) -> Shaped[Tensor, "m n *k"]:
-    """Measure each of m models on each of n test samples, some samples at a time.
-
-    `models_per_batch` is that of `inference.logits`. `references` are the samples for local
-    batch-norm statistics, of each model. The result is on the CPU.
-    """
+    """Measure m models on n test samples on the CPU; statistics are from `references`."""
     batches: list[tuple[Tensor, Reference | None]] = [(rows, None)]
     if references is not None:
         # A program estimates the statistics of its models on one reference.
@@ -148,10 +135,7 @@ def measure_samples(
 
 
 def predicted_class(outputs: Float[Tensor, "k n C"], y: Shaped[Tensor, " n"]) -> Int[Tensor, "k n"]:
-    """Return each model's class for each sample; labels are not read.
-
-    A model that is not finite predicts class 0, as argmax does.
-    """
+    """Return each model's class for each sample; 0, as argmax, for one that is not finite."""
     return outputs.argmax(-1)
 
 
@@ -168,10 +152,7 @@ def sample_loss(loss: Loss) -> Measure:
 def confusion_matrices(
     predicted: Int[Tensor, "m n"], labels: Int[Tensor, " n"], num_classes: int
 ) -> Int[Tensor, "m C C"]:
-    """Count how often each of m models predicts class c' (column) for class c (row).
-
-    `predicted` is on the CPU.
-    """
+    """Count how often each model predicts class c' (column) for class c (row), on the CPU."""
     pairs = labels.cpu() * num_classes + predicted
     counts = torch.zeros(len(predicted), num_classes * num_classes, dtype=torch.int64)
     counts.scatter_add_(1, pairs, torch.ones_like(pairs))

@@ -42,10 +42,7 @@ class Message:
 
 
 def rejection_reason(message: Message, *, dim: int, n: int, largest: float | None = None) -> str:
-    """Return the reason to reject a message, or "" (alg:localAggregation, line 2).
-
-    The model must be of round n. `largest` is its largest absolute value, where it is known.
-    """
+    """Return the reason to reject a message in round n, or "" (alg:localAggregation, line 2)."""
     theta, claim = message.theta, message.num_samples
     if not isinstance(theta, Tensor) or theta.layout is not torch.strided:
         return "it holds no dense tensor"
@@ -88,9 +85,6 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
 
 
 def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
-    """Return whether models with these largest absolute values are acceptable.
-
-    Any other model counts as not downloaded (alg:localAggregation, line 2).
-    """
+    """Return whether models count as downloaded, by their largest absolute values (line 2)."""
     acceptable: np.ndarray = largest <= MAX_VALUE
     return acceptable

@@ -3,9 +3,6 @@
 A round has five steps: select, admit, evaluate, weigh and mix. Each guard is an option of a step.
 A model that is not admitted has weight 0: neither the criterion nor the rule gets it, and its
 sender's likelihood falls. Colluding attackers have no guards.
-
->>> Guards(max_distance=1.3).needs_previous
-False
 """
 
 import math
@@ -122,11 +119,9 @@ def distance_check(
     own_row: Int[Tensor, " one"],
     previous_row: Int[Tensor, " one"] | None,
 ) -> Int[np.ndarray, " m"]:
-    """Return whether each received model is admitted, by its distance from the agent's own model.
+    """Return an outcome for each received model, by its distance from the agent's own model.
 
-    The outcomes are `ADMITTED`, `TOO_FAR` and `TOO_NEAR`. The largest distance is the ball B_R of
-    eq:Q_beta, about the agent's own model. `previous_row` is None where the model before the round
-    is not kept.
+    The largest distance is the ball B_R of eq:Q_beta, about the agent's own model.
     """
     # One pass over the models gives the agent's own movement, too.
     ahead = [] if previous_row is None else [previous_row]
@@ -144,9 +139,8 @@ def distance_check(
 def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[np.ndarray, " m"]:
     """Return the losses that the likelihoods of refused models count (line 4).
 
-    A model that is too far or too sensitive counts as an infinite loss, and one that is too near as
-    a model that knows nothing, log C; numbers count as 2 classes. Admitted models have infinity,
-    which their losses replace.
+    One that is too near counts as a model that knows nothing, log C; numbers count as 2 classes.
+    All others have infinity, which the losses of admitted ones replace.
     """
     # Benign peers may be near after a round or two, and are asked again.
     return np.where(outcomes == TOO_NEAR, math.log(max(num_classes, 2)), np.inf)
@@ -155,10 +149,9 @@ def counted_losses(outcomes: Int[np.ndarray, " m"], num_classes: int) -> Float[n
 def tolerated(
     guards: Guards, losses: Losses | None, own_losses: Losses | None
 ) -> Bool[Tensor, "*a m"] | None:
-    """Return the models within the guard `loss_tolerance`; None without the guard.
+    """Return the models within the guard `loss_tolerance`, on the same samples; None without it.
 
-    Their loss is not significantly above that of the agent's own model, on the same samples. They
-    widen the sub-level set of eq:clustered_csp.
+    They widen the sub-level set of eq:clustered_csp.
     """
     if guards.loss_tolerance is False:
         return None

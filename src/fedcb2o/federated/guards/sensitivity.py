@@ -41,11 +41,7 @@ def noise_images(
 
 
 def class_sensitivities(outputs: Float[Tensor, "m n C"]) -> Float[Tensor, "m C"]:
-    """Compute the logarithm of each class's sensitivity.
-
-    The logarithms of m models are about 0; they are not finite for a model whose outputs do not
-    depend on the image.
-    """
+    """Compute the logarithm of each class's sensitivity, about 0; not finite without any."""
     outputs = outputs.double()
     outputs = outputs - outputs.mean(-1, keepdim=True)
     # Pixels and blocks count alike: the second half of the images has blocks.
@@ -57,11 +53,10 @@ def class_sensitivities(outputs: Float[Tensor, "m n C"]) -> Float[Tensor, "m C"]
 def rises(
     received: Float[Tensor, "m C"], own: Float[Tensor, "1 C"], previous: Float[Tensor, "1 C"]
 ) -> Float[Tensor, " m"]:
-    """Return the largest rise of a class's sensitivity above the agent's own models.
+    """Return the largest rise of a class's logarithmic sensitivity above the agent's own models.
 
-    All sensitivities are logarithms. The unit is the root mean square change by this round's
-    LocalUpdate, from `previous` to `own`. The rise bounds the received models, as the ball in
-    eq:Q_beta does.
+    The unit is the root mean square change by this round's LocalUpdate, from `previous` to `own`.
+    It bounds the received models, as the ball in eq:Q_beta does.
     """
     movement = (own - previous).square().mean().sqrt().clamp(min=_MIN_MOVEMENT)
     return (received - torch.maximum(own, previous)).amax(1) / movement
