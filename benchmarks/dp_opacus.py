@@ -49,8 +49,9 @@ def ours(data_dir: Path, path: Path) -> None:
     """Train by this project, and write its values and the data."""
     from fedcb2o.data import Shard, digits, features
     from fedcb2o.data.sets import emnist
-    from fedcb2o.federated import Training, local_update_
+    from fedcb2o.federated.local_update import local_update_
     from fedcb2o.federated.privacy import noise_multiplier, spent_epsilon
+    from fedcb2o.federated.run_spec import Training
     from fedcb2o.federated.sections import Privacy
     from fedcb2o.nn.parameters import bind_, flatten
 

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import Training, local_update_
 from fedcb2o.federated.evaluation.gain import Gain, paired_gain
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn.parameters import bind_, flatten
 from fedcb2o.rng import stream
 

@@ -22,13 +22,13 @@ import fedcb2o
 from fedcb2o.data import Shard
 from fedcb2o.experiments import load
 from fedcb2o.experiments.runs._trained_models import _restore_agents
-from fedcb2o.federated import local_update_
 from fedcb2o.federated.evaluation.membership import (
     attack_auc,
     leakage,
     sample_losses,
     true_positive_rate,
 )
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.privacy import noise_multiplier
 from fedcb2o.records import last_round
 from fedcb2o.rng import stream

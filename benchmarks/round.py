@@ -29,7 +29,11 @@ from fedcb2o.experiments.config import network, prepared_seed
 from fedcb2o.experiments.config.datasets import dataset_tensors, load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import AgentData, AgentGroup, AgentState, RunSpec, local_update_, logits
+from fedcb2o.federated.agent_group import AgentData, AgentGroup
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.inference import logits
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.kernels import _autotune, dispatch
 from fedcb2o.nn import architectures
 from fedcb2o.parallel import _shared_memory

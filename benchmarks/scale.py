@@ -33,7 +33,7 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._local_backend import open_local_engine
 from fedcb2o.experiments.runs._memory_plan import MemoryPlan
 from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
-from fedcb2o.federated import AgentState
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.parallel._executors import one_thread
 from fedcb2o.records import RoundLog
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine

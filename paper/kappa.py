@@ -29,7 +29,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.federated import Reduction
 from fedcb2o.federated.aggregation import (
     coordinatewise,
     gram_rules,
@@ -37,6 +36,7 @@ from fedcb2o.federated.aggregation import (
     preaggregation,
 )
 from fedcb2o.federated.aggregation.base import evaluate_rule, signature_of
+from fedcb2o.federated.types import Reduction
 from fedcb2o.rng import stream
 
 UNBOUNDED = 1e6  # the search stops at this kappa

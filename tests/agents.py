@@ -12,23 +12,17 @@ from torch import Tensor, nn
 
 from fedcb2o.data import ClusterTransform, Shard, transforms
 from fedcb2o.experiments.runs._seed_run import run_algorithm
-from fedcb2o.federated import (
-    Adversary,
-    AgentData,
-    AgentGroup,
-    AgentState,
-    Attack,
-    BufferLayout,
-    Decisions,
-    Ragged,
-    Reduction,
-    RunSpec,
-    Training,
-    algorithms,
-)
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.adversary import Adversary, Attack
+from fedcb2o.federated.agent_group import AgentData, AgentGroup, BufferLayout
 from fedcb2o.federated.attacks import label_flip
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.guards.checks import Guards
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import AgentsSection
+from fedcb2o.federated.types import Reduction
 from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream

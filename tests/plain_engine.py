@@ -8,29 +8,18 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from fedcb2o.federated import (
-    Adversary,
-    AgentGroup,
-    Decisions,
-    EvaluationResult,
-    Inbox,
-    Message,
-    Outbox,
-    Ragged,
-    RunSpec,
-    batched_aggregation,
-    craft_models_,
-    deceptive_outbox,
-    evaluate_models,
-    make_outbox,
-    max_abs,
-    mix_,
-    mixing_matrix,
-    plan_training_batches,
-    rejection_reason,
-    train_,
-)
-from fedcb2o.federated.agent_group import Phase
+from fedcb2o.federated import batched_aggregation
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_group import AgentGroup, Phase
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.evaluation.metrics import EvaluationResult
+from fedcb2o.federated.evaluation.models import evaluate_models
+from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
+from fedcb2o.federated.local_update import plan_training_batches, train_
+from fedcb2o.federated.mixing import mix_, mixing_matrix
+from fedcb2o.federated.publishing import Outbox, craft_models_, deceptive_outbox, make_outbox
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.rng import stream
 from tests.agents import AgentSamples, agent_group_of, initial_models
 

@@ -13,8 +13,10 @@ from torch.nn import functional as F
 
 from fedcb2o import Agent, knows, load, stream
 from fedcb2o.errors import ConfigError, DataError, RunError
-from fedcb2o.federated import AgentState, Decisions, Ragged
 from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.rounds import run_rounds

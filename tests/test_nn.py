@@ -6,7 +6,8 @@ from torch import nn
 
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Training, local_update_
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 from tests.tiny import empty_models

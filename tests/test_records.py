@@ -14,8 +14,12 @@ import torch
 from safetensors.numpy import save
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import AttackGoal, EvaluationResult
-from fedcb2o.federated.evaluation.metrics import Score, compute_metrics
+from fedcb2o.federated.evaluation.metrics import (
+    AttackGoal,
+    EvaluationResult,
+    Score,
+    compute_metrics,
+)
 from fedcb2o.peer.report._peer_records import RoundRecord
 from fedcb2o.records import (
     METRICS,

@@ -8,19 +8,18 @@ import torch
 from torch import Tensor
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import (
+from fedcb2o.federated import attacks
+from fedcb2o.federated.adversary import AttackView, Threat
+from fedcb2o.federated.inference import losses_from_samples
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.federated.types import (
     AgentContext,
-    Algorithm,
-    AttackView,
     Contacts,
     CriterionInput,
     Losses,
     Received,
     RuleOutput,
-    Threat,
-    attacks,
 )
-from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.nn.parameters import gather_rows
 from fedcb2o.rng import stream
 

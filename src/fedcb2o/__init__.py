@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from fedcb2o.experiments.config.tables import presets
     from fedcb2o.experiments.grid._grid_runner import bench
     from fedcb2o.experiments.runs._runner import run
-    from fedcb2o.federated import knows
+    from fedcb2o.federated.adversary import knows
     from fedcb2o.particles import (
         Adaptive,
         Adversary,

@@ -11,7 +11,7 @@ from fedcb2o.experiments.config.datasets import load_dataset, shared_pool
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.network import init_models_
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
-from fedcb2o.federated import plan_training_batches
+from fedcb2o.federated.local_update import plan_training_batches
 
 SUBSET = [1, 3, 4]
 TABLE = {

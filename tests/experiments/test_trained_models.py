@@ -10,8 +10,9 @@ import fedcb2o
 from fedcb2o.data import Shard, digits, features, rotate
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import Training, local_update_
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.optimisers import adamw
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 

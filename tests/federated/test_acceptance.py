@@ -7,8 +7,14 @@ import pytest
 import torch
 from tests.tiny import empty_models
 
-from fedcb2o.federated import MAX_VALUE, Message, is_acceptable, max_abs, rejection_reason
 from fedcb2o.federated.guards import acceptance
+from fedcb2o.federated.guards.acceptance import (
+    MAX_VALUE,
+    Message,
+    is_acceptable,
+    max_abs,
+    rejection_reason,
+)
 from fedcb2o.rng import stream
 
 DIM = 6

@@ -9,16 +9,12 @@ from tests.views import rule_input, view_of
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import (
-    Training,
-    aggregation,
-    algorithms,
-    local_update_,
-    optimisers,
-)
+from fedcb2o.federated import aggregation, algorithms, optimisers
 from fedcb2o.federated.adversary import THREAT
 from fedcb2o.federated.aggregation import _clair
 from fedcb2o.federated.attacks import alie, boosting, factor_mixing, ipm, min_max
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import low_rank, parameters
 from fedcb2o.rng import stream
 

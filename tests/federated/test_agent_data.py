@@ -9,7 +9,9 @@ import torch
 
 from fedcb2o.data import ClusterTransform, Shard, transforms
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentData, Attack, Ragged
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.agent_group import AgentData
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.rng import stream
 
 CLASSES, SEED, FIRST_ROUND = 5, 11, 3

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import BufferLayout
+from fedcb2o.federated.agent_group import BufferLayout
 
 
 @given(

@@ -32,19 +32,13 @@ from tests.agents import (
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.federated import (
-    AgentState,
-    Attack,
-    Decisions,
-    Reduction,
-    RuleOutput,
-    algorithm2,
-    algorithms,
-    attacks,
-    validation,
-)
+from fedcb2o.federated import algorithm2, algorithms, attacks, validation
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.aggregation.base import rule_signature
 from fedcb2o.federated.algorithm2 import RuleWeighing
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.types import Reduction, RuleOutput
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate

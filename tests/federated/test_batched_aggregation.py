@@ -13,8 +13,9 @@ import fedcb2o
 from fedcb2o import records
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import ContactTable, algorithms
+from fedcb2o.federated import algorithms
 from fedcb2o.federated.batched_aggregation import SAMPLE, sample_peers
+from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine

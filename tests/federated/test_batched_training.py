@@ -10,13 +10,9 @@ from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import (
-    Training,
-    batched_local_update_,
-    local_update_,
-    losses,
-    training_batches,
-)
+from fedcb2o.federated import losses
+from fedcb2o.federated.local_update import batched_local_update_, local_update_, training_batches
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 

@@ -6,10 +6,13 @@ import torch
 from tests import reference
 from tests.views import apply_algorithm, criterion_input
 
-from fedcb2o.federated import ContactTable, Losses, Ragged, algorithms
+from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import by_num_samples
 from fedcb2o.federated.algorithms._fedcb2o import label_confidence
 from fedcb2o.federated.batched_aggregation import update_likelihoods
+from fedcb2o.federated.contacts import ContactTable
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.types import Losses
 
 INF, NAN = float("inf"), float("nan")
 

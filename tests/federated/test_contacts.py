@@ -5,7 +5,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import AgentState, CandidatePeers, Contacts, ContactTable, Ragged
+from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.types import Contacts
 
 ascending = st.lists(st.integers(0, 12), max_size=6, unique=True).map(sorted)
 several = st.lists(ascending, min_size=1, max_size=5)

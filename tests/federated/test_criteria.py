@@ -11,9 +11,10 @@ from tests.views import apply_algorithm, criterion_input
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import CriterionInput, algorithms, batched, criteria
+from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.criteria import combinations, universal_perturbation
 from fedcb2o.federated.losses import standard_error_of_mean
+from fedcb2o.federated.types import CriterionInput, batched
 from fedcb2o.rng import stream
 
 INF = math.inf

@@ -12,9 +12,10 @@ from tests.tiny import bits_for_any_workers, tiny
 from tests.views import rule_input
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentState, algorithms
+from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import foolsgold
 from fedcb2o.federated.aggregation._foolsgold import learning_rates
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.rng import stream
 
 

@@ -9,13 +9,9 @@ from tests.networks import NETWORKS, different, fresh, shards
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated import (
-    confusion_matrices,
-    inference,
-    measure_samples,
-    model_losses,
-    predicted_class,
-)
+from fedcb2o.federated import inference
+from fedcb2o.federated.evaluation.models import confusion_matrices, measure_samples, predicted_class
+from fedcb2o.federated.inference import model_losses
 from fedcb2o.nn import parameters
 
 

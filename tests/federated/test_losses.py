@@ -8,16 +8,11 @@ from torch import nn
 
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import (
-    Training,
-    batched_local_update_,
-    inference,
-    local_update_,
-    losses,
-    measure_samples,
-    model_losses,
-    sample_loss,
-)
+from fedcb2o.federated import inference, losses
+from fedcb2o.federated.evaluation.models import measure_samples, sample_loss
+from fedcb2o.federated.inference import model_losses
+from fedcb2o.federated.local_update import batched_local_update_, local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import parameters
 from fedcb2o.rng import agent_streams, stream
 

@@ -8,8 +8,10 @@ from torch import nn
 
 import fedcb2o
 from fedcb2o.data import Shard, digits
-from fedcb2o.federated import Training, algorithms, local_update_
+from fedcb2o.federated import algorithms
 from fedcb2o.federated.evaluation.membership import attack_auc, leakage, sample_losses
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn.parameters import flatten
 from fedcb2o.report._membership import class_gain_table
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AttackGoal, false_positive_share
 from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.evaluation.metrics import AttackGoal, false_positive_share
 
 
 def test_metrics_by_hand():

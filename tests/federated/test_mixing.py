@@ -5,19 +5,12 @@ import torch
 from tests import agents as ours
 from tests.agents import BENIGN_IDS, CLUSTER, MALICIOUS_IDS
 
-from fedcb2o.federated import (
-    Attack,
-    Decisions,
-    Inbox,
-    Ragged,
-    algorithms,
-    attacks,
-    deceptive_outbox,
-    dense_product,
-    make_outbox,
-    mix_,
-    mixing_matrix,
-)
+from fedcb2o.federated import algorithms, attacks
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.mixing import dense_product, mix_, mixing_matrix
+from fedcb2o.federated.publishing import deceptive_outbox, make_outbox
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.rng import stream
 
 

@@ -14,15 +14,10 @@ from torch.nn import functional as F
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import (
-    Training,
-    local_update_,
-    losses,
-    optimisers,
-    part_checks,
-    plugin_outputs,
-)
+from fedcb2o.federated import losses, optimisers, part_checks, plugin_outputs
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.part_checks import check_loss, check_optimiser
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
 

@@ -13,17 +13,17 @@ from tests.agents import run_rounds
 
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import (
-    Attack,
-    CriterionInput,
-    algorithms,
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.plugin_outputs import (
     apply_sample_transform,
-    batched,
+    validated_criterion,
     validated_row_weights,
+    validated_selection,
     validated_state,
     validated_weights,
 )
-from fedcb2o.federated.plugin_outputs import validated_criterion, validated_selection
+from fedcb2o.federated.types import CriterionInput, batched
 from fedcb2o.plugins import USER_FUNCTION
 
 

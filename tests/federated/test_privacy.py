@@ -12,7 +12,9 @@ from torch.nn import functional as F
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.federated import Training, local_update_, privacy
+from fedcb2o.federated import privacy
+from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.federated.sections import Privacy
 from fedcb2o.nn.parameters import bind_, flatten
 from fedcb2o.records import result_settings

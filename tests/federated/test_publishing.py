@@ -20,17 +20,16 @@ from tests.agents import (
 )
 
 from fedcb2o import knows
-from fedcb2o.federated import (
-    AgentState,
-    Attack,
-    Ragged,
-    aggregation,
-    algorithms,
+from fedcb2o.federated import aggregation, algorithms
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.publishing import (
+    DeceptiveOutbox,
     craft_models_,
     deceptive_outbox,
     make_outbox,
 )
-from fedcb2o.federated.publishing import DeceptiveOutbox
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine

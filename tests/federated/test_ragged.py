@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import Ragged
+from fedcb2o.federated.ragged import Ragged
 
 nested = st.lists(st.lists(st.integers(0, 99), max_size=4), max_size=6)
 rows_and_indices = nested.flatmap(

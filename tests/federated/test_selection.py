@@ -6,9 +6,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedcb2o.federated import CandidatePeers, Contacts, ContactTable, Ragged, algorithms, selection
+from fedcb2o.federated import algorithms, selection
 from fedcb2o.federated.batched_aggregation import update_likelihoods
+from fedcb2o.federated.contacts import CandidatePeers, ContactTable
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.selection import prob_sampling, select_colluding_peers, uniform
+from fedcb2o.federated.types import Contacts
 from fedcb2o.rng import agent_streams, stream
 
 INF = float("inf")

@@ -8,8 +8,10 @@ from tests.views import models, ten_models, view_of
 
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Attack, Reduction, attacks
+from fedcb2o.federated import attacks
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.aggregation import coordinatewise
+from fedcb2o.federated.types import Reduction
 
 
 def test_an_attack_sees_only_the_models_that_it_declares():

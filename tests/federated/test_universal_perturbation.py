@@ -8,9 +8,9 @@ from tests.views import models
 from torch import nn
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import input_gradients, logits, logits_per_model
 from fedcb2o.federated.criteria import universal_perturbation
 from fedcb2o.federated.criteria.universal_perturbation import paint, worst_perturbation
+from fedcb2o.federated.inference import input_gradients, logits, logits_per_model
 from fedcb2o.nn.architectures import logistic, mlp
 
 LABELS = torch.tensor([0, 1])

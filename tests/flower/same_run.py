@@ -14,7 +14,7 @@ from fedcb2o.data import Shard, digits
 from fedcb2o.experiments.config import load
 from fedcb2o.experiments.config.network import initial_model
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
-from fedcb2o.federated import local_update_
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.flower import AgentMod, PeerRelay
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream

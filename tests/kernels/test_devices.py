@@ -12,7 +12,7 @@ from torch import nn
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import run
-from fedcb2o.federated import allow_tf32
+from fedcb2o.federated.local_update import allow_tf32
 from fedcb2o.kernels import devices
 
 IMAGES = {"name": "cnn", "hidden": 4}

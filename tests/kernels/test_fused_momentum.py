@@ -9,7 +9,9 @@ import torch
 from tests.networks import different, fresh, shards
 from torch import nn
 
-from fedcb2o.federated import Training, batched_local_update_, local_update
+from fedcb2o.federated import local_update
+from fedcb2o.federated.local_update import batched_local_update_
+from fedcb2o.federated.run_spec import Training
 from fedcb2o.kernels import dispatch
 from fedcb2o.nn.mixed_precision import autocast_positions
 from fedcb2o.rng import stream

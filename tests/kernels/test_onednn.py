@@ -6,7 +6,7 @@ from tests.networks import needs_onednn
 from torch import nn
 from torch.nn import functional as F
 
-from fedcb2o.federated import batched_forward, dense_layers
+from fedcb2o.federated.inference import batched_forward, dense_layers
 from fedcb2o.kernels import dispatch
 from fedcb2o.nn import parameters
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.func import vmap
 from torch.nn import functional as F
 
-from fedcb2o.federated import batched_forward, dense_layers
+from fedcb2o.federated.inference import batched_forward, dense_layers
 from fedcb2o.kernels import dispatch
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream

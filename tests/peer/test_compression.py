@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import MAX_VALUE
+from fedcb2o.federated.guards.acceptance import MAX_VALUE
 from fedcb2o.peer.wire import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire._compression import BLOCK_SIZE, MAX_SCALE, MAX_WINDOW_BYTES
 

@@ -30,17 +30,13 @@ from tests.simulation.test_rounds import POISONED, flip, found_by
 from torch import nn
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import (
-    AgentGroup,
-    AgentState,
-    Attack,
-    KernelConfig,
-    Ragged,
-    algorithms,
-    attacks,
-    stateful,
-    topology,
-)
+from fedcb2o.federated import algorithms, attacks, topology
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import KernelConfig
+from fedcb2o.federated.types import stateful
 from fedcb2o.nn.memory_layout import ChannelsLast
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream

@@ -12,8 +12,11 @@ from tests import agents as ours
 from tests.agents import BENIGN_IDS, MALICIOUS_IDS
 
 import fedcb2o
-from fedcb2o.federated import AgentState, Attack, ContactTable, Ragged, algorithms
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.batched_aggregation import DECIDE, SAMPLE, aggregate_batches_
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 
 SOURCE = Path(fedcb2o.__file__).parent

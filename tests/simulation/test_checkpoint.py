@@ -16,7 +16,8 @@ from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, run_cli, write
 from fedcb2o.data import Dataset, sets
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load
-from fedcb2o.federated import AgentState, ContactTable, Ragged
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.records import Manifest
 from fedcb2o.simulation import checkpoint
 

@@ -23,7 +23,9 @@ from torch.nn import functional as F
 from fedcb2o import knows
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
-from fedcb2o.federated import AgentState, Attack, algorithms
+from fedcb2o.federated import algorithms
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
 from fedcb2o.simulation import dfca

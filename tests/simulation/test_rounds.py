@@ -25,18 +25,12 @@ from tests.agents import (
 )
 from tests.plain_engine import PlainEngine
 
-from fedcb2o.federated import (
-    AgentState,
-    Attack,
-    AttackGoal,
-    KernelConfig,
-    aggregation,
-    algorithms,
-    attacks,
-    stateful,
-    topology,
-)
-from fedcb2o.federated.evaluation.metrics import compute_metrics
+from fedcb2o.federated import aggregation, algorithms, attacks, topology
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.evaluation.metrics import AttackGoal, compute_metrics
+from fedcb2o.federated.run_spec import KernelConfig
+from fedcb2o.federated.types import stateful
 from fedcb2o.parallel import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage

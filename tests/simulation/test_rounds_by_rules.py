@@ -19,18 +19,12 @@ from tests.tiny import (
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
-from fedcb2o.federated import (
-    Attack,
-    Received,
-    RuleOutput,
-    ValidationOracle,
-    aggregation,
-    algorithms,
-    batched,
-    stateful,
-)
+from fedcb2o.federated import aggregation, algorithms
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.aggregation import preaggregation, robust_rule
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE, apply, signature_of
+from fedcb2o.federated.types import Received, RuleOutput, batched, stateful
+from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.rng import stream
 
 ROBUST = [

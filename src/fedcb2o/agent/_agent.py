@@ -28,17 +28,14 @@ from fedcb2o.agent._settings import (
 )
 from fedcb2o.data import Shard, inputs, sources, transforms, value_range
 from fedcb2o.errors import ConfigError, RunError, describe_type, require
-from fedcb2o.federated import (
-    AgentData,
-    AgentState,
-    Attack,
-    Ragged,
-    RunSpec,
-    algorithm2,
-    single_agent,
-)
+from fedcb2o.federated import algorithm2, single_agent
+from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.agent_group import AgentData
 from fedcb2o.federated.algorithms.section import RECOMMENDED
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.federated.single_agent import ReceivedModel
 from fedcb2o.nn import parameters

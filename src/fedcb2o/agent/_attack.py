@@ -10,8 +10,12 @@ from torch import Tensor
 
 from fedcb2o.agent._models import Model, ModelFormat
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import Adversary, AgentData, Attack, RunSpec, craft_models_, single_agent
+from fedcb2o.federated import single_agent
+from fedcb2o.federated.adversary import Adversary, Attack
+from fedcb2o.federated.agent_group import AgentData
 from fedcb2o.federated.attacks.section import AttackSection
+from fedcb2o.federated.publishing import craft_models_
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.sections import as_component
 
 

@@ -5,10 +5,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fedcb2o.federated import Algorithm, CriterionInput, Decisions
 from fedcb2o.federated.algorithm2 import CriterionWeighing
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.guards.checks import ADMITTED, GUARDS_OF_OUTCOMES, OUTCOMES
-from fedcb2o.federated.types import CriterionValues
+from fedcb2o.federated.run_spec import Algorithm
+from fedcb2o.federated.types import CriterionInput, CriterionValues
 
 SELF = "itself"
 """Key of the agent's own model where it received that, too."""

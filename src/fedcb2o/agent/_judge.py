@@ -9,8 +9,10 @@ from torch import Tensor
 from fedcb2o.agent._models import ModelFormat
 from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import AgentGroup, Losses, Received, ValidationOracle
+from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.inference import losses_from_samples
+from fedcb2o.federated.types import Losses, Received
+from fedcb2o.federated.validation import ValidationOracle
 from fedcb2o.plugins import attribute_errors
 from fedcb2o.user_values import to_tensor
 

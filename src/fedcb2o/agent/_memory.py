@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.federated import AgentState
-from fedcb2o.federated.contacts import ContactTable
+from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.types import Contacts
 
 Peer = Hashable

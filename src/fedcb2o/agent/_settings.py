@@ -12,9 +12,9 @@ from torch import nn
 
 from fedcb2o.data import Shard, features, inputs, match_samples, sources
 from fedcb2o.errors import ConfigError, DataError, require
-from fedcb2o.federated import RunSpec, losses, part_checks
+from fedcb2o.federated import losses, part_checks
 from fedcb2o.federated.algorithms.section import AlgorithmSection
-from fedcb2o.federated.run_spec import Training
+from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
 from fedcb2o.plugins import PluginChoice, attribute_errors
 from fedcb2o.user_values import to_tensor

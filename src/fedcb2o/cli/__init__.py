@@ -12,16 +12,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer import Option
 
 from fedcb2o.cli import configurations, data, operation, peers, runs
 from fedcb2o.cli.help_format import Command, Group
-from fedcb2o.cli.log_output import (
-    LogFormat,
-    configure_logs,
-    log_end,
-    set_verbosity,
-    stderr_logging,
-)
+from fedcb2o.cli.log_output import LogFormat, configure_logs, log_end, set_verbosity, stderr_logging
 from fedcb2o.cli.minimize import minimize
 from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
@@ -99,16 +94,15 @@ def _version(wanted: bool) -> bool:
 @app.callback()
 def _root(
     _: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", help="Print more: the choices for this machine.")
+        bool, Option("--verbose", help="Print more: the choices for this machine.")
     ] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")] = False,
-    log_format: Annotated[LogFormat, typer.Option(help="Format of log lines.")] = LogFormat.text,
+    quiet: Annotated[bool, Option("--quiet", help="Print results and errors only.")] = False,
+    log_format: Annotated[LogFormat, Option(help="Format of log lines.")] = LogFormat.text,
     log_file: Annotated[
-        Path | None,
-        typer.Option(help="File for log lines, which is rotated at 10 MiB.", show_default=False),
+        Path | None, Option(help="File for log lines, which is rotated at 10 MiB.")
     ] = None,
 ) -> None:
     set_verbosity(verbose=verbose, quiet=quiet)

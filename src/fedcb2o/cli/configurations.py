@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Mapping
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError
@@ -24,12 +24,7 @@ _GROUPS = {
 def presets(
     name: Annotated[
         str | None,
-        typer.Argument(
-            metavar="[PRESET]",
-            help="Preset to print.",
-            show_default=False,
-            autocompletion=completion.presets,
-        ),
+        Argument(metavar="[PRESET]", help="Preset to print.", autocompletion=completion.presets),
     ] = None,
 ) -> None:
     """List the presets, or print one as a configuration file.
@@ -50,12 +45,11 @@ def presets(
 def keys(
     name: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="[NAME]",
             help="A kind: data, model, algorithm, attack, criterion, rule, pre_step, selection, "
             "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum, or "
             "a key, such as agents.budget.",
-            show_default=False,
         ),
     ] = None,
 ) -> None:
@@ -96,7 +90,7 @@ def _print_entry(head: str, text: str) -> None:
 
 def schema(
     grid: Annotated[
-        bool, typer.Option("--grid", help="Print the schema of a grid file instead.")
+        bool, Option("--grid", help="Print the schema of a grid file instead.")
     ] = False,
 ) -> None:
     """Print the JSON Schema of a configuration, for editors.

@@ -3,22 +3,21 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import typer
+from typer import Option
 
 if TYPE_CHECKING:
     from fedcb2o.data import Release
 
 _SourceOption = Annotated[
     Path | None,
-    typer.Option(
+    Option(
         "--from",
         metavar="DIR",
         help="Folder with the files, or with the official archive, instead of a download.",
     ),
 ]
 _DataDirOption = Annotated[
-    Path | None,
-    typer.Option("--data-dir", help="Folder for the files. Default: the user's cache."),
+    Path | None, Option("--data-dir", help="Folder for the files. Default: the user's cache.")
 ]
 
 

@@ -1,11 +1,13 @@
 """Help of the commands: flags without a type, rare options in a panel of their own."""
 
+import functools
 from typing import Any
 
+from typer import Option
 from typer.core import TyperCommand, TyperGroup
 
-RARE = "Rarely needed"
-"""Panel of the options that few runs need."""
+RareOption = functools.partial(Option, rich_help_panel="Rarely needed")
+"""An option that few runs need, in a panel of its own."""
 
 
 def _without_flag_types(parameters: list[Any]) -> list[Any]:

@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
+from typer import Argument, Context, Option
 
 from fedcb2o.cli.runs import parse_settings
 from fedcb2o.errors import ConfigError
@@ -24,47 +24,42 @@ _RESULTS = ("x", "lower", "upper", "success", "message", "nit", "nfev", "exclude
 
 
 def minimize(
-    context: typer.Context,
+    context: Context,
     problem: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="PROBLEM", help="Name of a built-in problem; see --list.", show_default=False
-        ),
+        str | None, Argument(metavar="PROBLEM", help="Name of a built-in problem; see --list.")
     ] = None,
-    list_: Annotated[bool, typer.Option("--list", help="List the built-in problems.")] = False,
+    list_: Annotated[bool, Option("--list", help="List the built-in problems.")] = False,
     lower: Annotated[
-        str | None, typer.Option(metavar="FUNCTION", help="L of your own, MODULE:FUNCTION.")
+        str | None, Option(metavar="FUNCTION", help="L of your own, MODULE:FUNCTION.")
     ] = None,
     upper: Annotated[
-        str | None, typer.Option(metavar="FUNCTION", help="G of your own; without it, CBO of L.")
+        str | None, Option(metavar="FUNCTION", help="G of your own; without it, CBO of L.")
     ] = None,
-    dim: Annotated[int | None, typer.Option(help="Number of coordinates.")] = None,
+    dim: Annotated[int | None, Option(help="Number of coordinates.")] = None,
     bounds: Annotated[
-        str | None, typer.Option(metavar="LOW,HIGH", help="Bounds of all coordinates.")
+        str | None, Option(metavar="LOW,HIGH", help="Bounds of all coordinates.")
     ] = None,
-    x0: Annotated[str | None, typer.Option(metavar="X,Y,...", help="Centre of the start.")] = None,
-    spread: Annotated[float | None, typer.Option(help="Largest distance from --x0.")] = None,
-    num_particles: Annotated[int | None, typer.Option(help="Particles in a cluster.")] = None,
-    dynamics: Annotated[
-        _Dynamics | None, typer.Option(metavar="NAME", help="adaptive or paper.")
-    ] = None,
+    x0: Annotated[str | None, Option(metavar="X,Y,...", help="Centre of the start.")] = None,
+    spread: Annotated[float | None, Option(help="Largest distance from --x0.")] = None,
+    num_particles: Annotated[int | None, Option(help="Particles in a cluster.")] = None,
+    dynamics: Annotated[_Dynamics | None, Option(metavar="NAME", help="adaptive or paper.")] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set",
             metavar="KEY=VALUE",
             help="Parameter of the dynamics, such as beta=0.05. Repeatable.",
         ),
     ] = None,
-    maxiter: Annotated[int | None, typer.Option(help="Largest number of steps.")] = None,
-    maxfev: Annotated[int | None, typer.Option(help="Largest number of evaluations.")] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Largest number of seconds.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of the first run.")] = None,
-    runs: Annotated[int | None, typer.Option(help="Number of independent runs.")] = None,
+    maxiter: Annotated[int | None, Option(help="Largest number of steps.")] = None,
+    maxfev: Annotated[int | None, Option(help="Largest number of evaluations.")] = None,
+    time_limit: Annotated[float | None, Option(help="Largest number of seconds.")] = None,
+    seed: Annotated[int | None, Option(help="Seed of the first run.")] = None,
+    runs: Annotated[int | None, Option(help="Number of independent runs.")] = None,
     tol: Annotated[
-        float, typer.Option(help="Largest error of a coordinate in a run that counts as correct.")
+        float, Option(help="Largest error of a coordinate in a run that counts as correct.")
     ] = 0.1,
-    out: Annotated[Path | None, typer.Option(help="JSON file of the result.")] = None,
+    out: Annotated[Path | None, Option(help="JSON file of the result.")] = None,
 ) -> list[Path] | None:
     """Minimise a function G among the minimisers of a function L by particles (CB2O).
 
@@ -126,10 +121,7 @@ def minimize(
 
 
 def _build_dynamics(
-    name: str | None,
-    settings: dict[str, Any],
-    parameters: dict[str, Any],
-    problem: "Problem",
+    name: str | None, settings: dict[str, Any], parameters: dict[str, Any], problem: "Problem"
 ) -> "Paper | Adaptive":
     """Return the dynamics by name, of the problem, or those that have all parameters."""
     from fedcb2o.particles import Adaptive, Paper

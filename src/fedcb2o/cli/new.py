@@ -5,18 +5,14 @@ from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument
 
 from fedcb2o.errors import ConfigError
 
 _FILES = ("mine.py", "mine.toml")
 
 
-def new(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of the files.", show_default=False)
-    ],
-) -> Path:
+def new(folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the files.")]) -> Path:
     """Write a small experiment of your own: mine.py and mine.toml, which run as they are.
 
     Example: fedcb2o new lab && cd lab && fedcb2o run mine.toml

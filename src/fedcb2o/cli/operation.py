@@ -6,49 +6,38 @@ import threading
 from pathlib import Path
 from typing import Annotated
 
-import typer
+from typer import Argument, Option
 
 from fedcb2o.cli.signals import ServiceEndedError
 
 _LOGGER = logging.getLogger(__name__)
 
-_KeysOption = Annotated[
-    Path,
-    typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False),
+_RunOption = Annotated[Path, Option("--run", metavar="DIR", help="Folder of the run.")]
+FederationArgument = Annotated[
+    Path, Argument(metavar="FEDERATION.toml", help="Agreement of all members.")
 ]
-_RunOption = Annotated[
-    Path, typer.Option("--run", metavar="DIR", help="Folder of the run.", show_default=False)
+IdentityOption = Annotated[
+    Path, Option("--identity", metavar="DIR", help="This organisation's keys.")
 ]
-
-
+ListenOption = Annotated[
+    str | None,
+    Option(
+        metavar="HOST:PORT", help="Address to bind instead of the endpoint, such as 0.0.0.0:7447."
+    ),
+]
 MetricsOption = Annotated[
-    int | None,
-    typer.Option(metavar="PORT", min=0, max=65535, help="Port of /metrics and /health."),
+    int | None, Option(metavar="PORT", min=0, max=65535, help="Port of /metrics and /health.")
 ]
 
 
 def relay(
-    file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="FEDERATION.toml", help="Agreement of all members.", show_default=False
-        ),
-    ],
+    file: FederationArgument,
     identity: Annotated[
-        Path,
-        typer.Option(
-            metavar="DIR", help="The relay's own keys, of `peer identity`.", show_default=False
-        ),
+        Path, Option(metavar="DIR", help="The relay's own keys, of `peer identity`.")
     ],
-    listen: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT",
-            help="Address to bind instead of the endpoint, such as 0.0.0.0:7447.",
-        ),
-    ] = None,
+    listen: ListenOption = None,
     folder: Annotated[
-        Path | None, typer.Option(help="Folder of waiting messages. Default: a temporary one.")
+        Path | None, Option(help="Folder of waiting messages. Default: a temporary one.")
     ] = None,
     metrics: MetricsOption = None,
 ) -> None:
@@ -79,11 +68,9 @@ def relay(
 
 
 def backup(
-    identity: _KeysOption,
+    identity: IdentityOption,
     run: _RunOption,
-    out: Annotated[
-        Path, typer.Option(metavar="FILE.tar.gz", help="File to write.", show_default=False)
-    ],
+    out: Annotated[Path, Option(metavar="FILE.tar.gz", help="File to write.")],
 ) -> Path:
     """Write keys and run of a node to one file; the node may run."""
     from fedcb2o.peer.node._backup import back_up
@@ -94,8 +81,8 @@ def backup(
 
 
 def restore(
-    file: Annotated[Path, typer.Argument(metavar="FILE.tar.gz", show_default=False)],
-    identity: _KeysOption,
+    file: Annotated[Path, Argument(metavar="FILE.tar.gz")],
+    identity: IdentityOption,
     run: _RunOption,
 ) -> Path:
     """Restore keys and run from a backup; the node of the backup must not run any more."""

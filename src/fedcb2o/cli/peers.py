@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Argument, Option
 
 from fedcb2o.cli import completion
 from fedcb2o.cli.log_output import has_log_file, has_log_settings
-from fedcb2o.cli.operation import MetricsOption
+from fedcb2o.cli.operation import FederationArgument, IdentityOption, ListenOption, MetricsOption
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -28,43 +29,20 @@ class _Encoding(StrEnum):
     int8 = "int8"
 
 
-_FederationArgument = Annotated[
-    Path,
-    typer.Argument(metavar="FEDERATION.toml", help="Agreement of all members.", show_default=False),
-]
-_IdentityOption = Annotated[
-    Path,
-    typer.Option("--identity", metavar="DIR", help="This organisation's keys.", show_default=False),
-]
 _UserFunctionsOption = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION",
-        help="Allow this function or base model.",
-    ),
+    list[str] | None, Option(metavar="MODULE:FUNCTION", help="Allow this function or base model.")
 ]
 _DataOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.", show_default=False
-    ),
+    str | None, Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.")
 ]
-_DataDirOption = Annotated[Path | None, typer.Option(help="Folder of the data set.")]
+_DataDirOption = Annotated[Path | None, Option(help="Folder of the data set.")]
 _DaysOption = Annotated[
     int,
-    typer.Option(
-        min=1, help="Days of validity of the TLS certificate; `peer renew` makes a new one."
-    ),
-]
-_ListenOption = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOST:PORT", help="Address to bind instead of the endpoint, such as 0.0.0.0:7447."
-    ),
+    Option(min=1, help="Days of validity of the TLS certificate; `peer renew` makes a new one."),
 ]
 _EncryptOption = Annotated[
     bool,
-    typer.Option(
+    Option(
         "--encrypt",
         help="Encrypt the private keys with a passphrase, of the file that FEDCB2O_PASSPHRASE_FILE "
         "names, of FEDCB2O_PASSPHRASE, or from the terminal.",
@@ -72,10 +50,7 @@ _EncryptOption = Annotated[
 ]
 _RelayOption = Annotated[
     Path | None,
-    typer.Option(
-        metavar="DIR|RELAY.member.toml",
-        help="Folder or relay for members without a link.",
-    ),
+    Option(metavar="DIR|RELAY.member.toml", help="Folder or relay for members without a link."),
 ]
 
 
@@ -86,18 +61,13 @@ def require_extra() -> None:
 
 
 def identity(
-    name: Annotated[
-        str, typer.Option(help="Name of the organisation, such as hospital-a.", show_default=False)
-    ],
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder for the keys.", show_default=False)
-    ],
+    name: Annotated[str, Option(help="Name of the organisation, such as hospital-a.")],
+    out: Annotated[Path, Option(metavar="DIR", help="Folder for the keys.")],
     endpoint: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="HOST:PORT",
             help="Address for other members. Without it, they reach this one through a relay only.",
-            show_default=False,
         ),
     ] = None,
     days: _DaysOption = 397,
@@ -121,19 +91,18 @@ def identity(
 
 
 def renew(
-    identity: _IdentityOption,
+    identity: IdentityOption,
     days: _DaysOption = 397,
     out: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="Also make a new root, in a new identity with the same signing key, for "
             "`peer amend`.",
         ),
     ] = None,
     endpoint: Annotated[
-        str | None,
-        typer.Option(metavar="HOST:PORT", help="With --out: new address for other members."),
+        str | None, Option(metavar="HOST:PORT", help="With --out: new address for other members.")
     ] = None,
     encrypt: _EncryptOption = False,
 ) -> Path:
@@ -170,48 +139,39 @@ def renew(
 def federation(
     experiment: Annotated[
         str,
-        typer.Argument(
+        Argument(
             metavar="PRESET_OR_FILE.toml",
             help="Experiment of the federation.",
-            show_default=False,
             autocompletion=completion.presets,
         ),
     ],
     member: Annotated[
         list[Path],
-        typer.Option(
-            metavar="NAME.member.toml",
-            help="A member, in the order of ids. Repeatable.",
-            show_default=False,
-        ),
+        Option(metavar="NAME.member.toml", help="A member, in the order of ids. Repeatable."),
     ],
-    out: Annotated[
-        Path, typer.Option(metavar="FEDERATION.toml", help="File to write.", show_default=False)
-    ],
+    out: Annotated[Path, Option(metavar="FEDERATION.toml", help="File to write.")],
     changes: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             "--set", metavar="KEY=VALUE", help="Change a setting, such as rounds=50. Repeatable."
         ),
     ] = None,
     synchronous: Annotated[
-        bool, typer.Option("--synchronous", help="Wait for models of the same round.")
+        bool, Option("--synchronous", help="Wait for models of the same round.")
     ] = False,
     round_seconds: Annotated[
-        float, typer.Option(min=0, help="Shortest duration of a round in seconds.")
+        float, Option(min=0, help="Shortest duration of a round in seconds.")
     ] = 0.0,
     deadline_seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds that a round waits for answers.")
+        float, Option(min=0, help="Seconds that a round waits for answers.")
     ] = 60.0,
-    lag: Annotated[
-        int, typer.Option(min=0, help="Number of rounds that a model may be behind.")
-    ] = 5,
+    lag: Annotated[int, Option(min=0, help="Number of rounds that a model may be behind.")] = 5,
     encoding: Annotated[
-        _Encoding, typer.Option(help="Encoding of models on the wire.")
+        _Encoding, Option(help="Encoding of models on the wire.")
     ] = _Encoding.float32,
     share: Annotated[
         float | None,
-        typer.Option(help="Share of attackers that rules assume. Default: that of the experiment."),
+        Option(help="Share of attackers that rules assume. Default: that of the experiment."),
     ] = None,
     data_dir: _DataDirOption = None,
 ) -> Path:
@@ -250,23 +210,17 @@ def federation(
 
 
 def amend(
-    file: _FederationArgument,
-    out: Annotated[
-        Path, typer.Option(metavar="FEDERATION.toml", help="New file.", show_default=False)
-    ],
+    file: FederationArgument,
+    out: Annotated[Path, Option(metavar="FEDERATION.toml", help="New file.")],
     remove: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="A member to remove. Repeatable.")
+        list[str] | None, Option(metavar="NAME", help="A member to remove. Repeatable.")
     ] = None,
     replace: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="NAME.member.toml",
-            help="A member's new endpoint or key. Repeatable.",
-        ),
+        Option(metavar="NAME.member.toml", help="A member's new endpoint or key. Repeatable."),
     ] = None,
     add: Annotated[
-        list[Path] | None,
-        typer.Option(metavar="NAME.member.toml", help="A new member. Repeatable."),
+        list[Path] | None, Option(metavar="NAME.member.toml", help="A new member. Repeatable.")
     ] = None,
 ) -> Path:
     """Write the next version, which most present members must sign."""
@@ -291,17 +245,17 @@ def amend(
 
 
 def sign(
-    file: _FederationArgument,
+    file: FederationArgument,
     identity: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="DIR",
             help="This organisation's keys. Without it: print the changes and sign nothing.",
         ),
     ] = None,
     merge: Annotated[
         list[Path] | None,
-        typer.Option(
+        Option(
             metavar="FEDERATION.toml",
             help="A copy signed by other members, whose signatures are added. Repeatable.",
         ),
@@ -347,14 +301,11 @@ def _print_federation(federation: "Federation", path: Path) -> None:
 
 def proof(
     file: Annotated[
-        Path,
-        typer.Argument(
-            metavar="NAME-ROUND.proof.toml", help="A proof of equivocation.", show_default=False
-        ),
+        Path, Argument(metavar="NAME-ROUND.proof.toml", help="A proof of equivocation.")
     ],
     federation: Annotated[
         Path | None,
-        typer.Option(
+        Option(
             metavar="FEDERATION.toml",
             help="Federation with the owner of the key; its run must be that of the proof.",
         ),
@@ -368,14 +319,12 @@ def proof(
 
 
 def report(
-    folder: Annotated[
-        Path, typer.Argument(metavar="DIR", help="Folder of a `peer run`.", show_default=False)
-    ],
+    folder: Annotated[Path, Argument(metavar="DIR", help="Folder of a `peer run`.")],
     out: Annotated[
-        Path | None, typer.Option(help="Folder for report.html. Default: the folder of the run.")
+        Path | None, Option(help="Folder for report.html. Default: the folder of the run.")
     ] = None,
     membership: Annotated[
-        bool, typer.Option("--membership", help="Show membership inference against this agent.")
+        bool, Option("--membership", help="Show membership inference against this agent.")
     ] = False,
 ) -> Path:
     """Write one agent's page: accuracy, gain, peers, weights, refused models, bytes."""
@@ -389,17 +338,14 @@ def report(
 def demo(
     experiment: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             help="Preset or file of an experiment; by default eight organisations with digits, of "
             "which two flip labels and one sends garbage."
         ),
     ] = None,
-    out: Annotated[Path, typer.Option(help="Folder for the organisations.")] = Path(
-        "runs/peers-demo"
-    ),
+    out: Annotated[Path, Option(help="Folder for the organisations.")] = Path("runs/peers-demo"),
     rounds: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of rounds; by default 30, or the experiment's."),
+        int | None, Option(min=1, help="Number of rounds; by default 30, or the experiment's.")
     ] = None,
 ) -> Path:
     """Run organisations on this machine, some of them hostile: one process per agent."""
@@ -418,12 +364,12 @@ def demo(
 
 
 def check(
-    file: _FederationArgument,
-    identity: _IdentityOption,
-    listen: _ListenOption = None,
+    file: FederationArgument,
+    identity: IdentityOption,
+    listen: ListenOption = None,
     relay: _RelayOption = None,
     seconds: Annotated[
-        float, typer.Option(min=0, help="Seconds to wait for members that do not answer.")
+        float, Option(min=0, help="Seconds to wait for members that do not answer.")
     ] = 20.0,
     data: _DataOption = None,
     data_dir: _DataDirOption = None,
@@ -477,36 +423,28 @@ def _print_data_sizes(
 
 
 def run(
-    file: _FederationArgument,
-    identity: _IdentityOption,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of the run.", show_default=False)
-    ],
+    file: FederationArgument,
+    identity: IdentityOption,
+    out: Annotated[Path, Option(metavar="DIR", help="Folder of the run.")],
     data: _DataOption = None,
     simulate: Annotated[
         str | None,
-        typer.Option(
-            metavar="PRESET_OR_FILE.toml",
-            help="Be an agent of a simulation instead.",
-        ),
+        Option(metavar="PRESET_OR_FILE.toml", help="Be an agent of a simulation instead."),
     ] = None,
     data_dir: _DataDirOption = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = False,
     own: _UserFunctionsOption = None,
-    listen: _ListenOption = None,
+    listen: ListenOption = None,
     relay: _RelayOption = None,
     gather: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Wait for others first; 0: no.")
+        float, Option(min=0, metavar="SECONDS", help="Wait for others first; 0: no.")
     ] = 60.0,
     linger: Annotated[
-        float, typer.Option(min=0, metavar="SECONDS", help="Serve others at the end.")
+        float, Option(min=0, metavar="SECONDS", help="Serve others at the end.")
     ] = 300.0,
     metrics: MetricsOption = None,
     assess_every: Annotated[
-        int,
-        typer.Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no."),
+        int, Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no.")
     ] = 1,
 ) -> Path:
     """Train as one agent of a federation and write its final model.

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
+from typer import Argument, Option
 
 from fedcb2o.cli import completion
 from fedcb2o.cli.configurations import print_descriptions
-from fedcb2o.cli.help_format import RARE
+from fedcb2o.cli.help_format import RareOption
 from fedcb2o.cli.log_output import is_quiet, is_verbose, set_verbosity
 from fedcb2o.errors import ConfigError
 
@@ -47,105 +48,73 @@ def _validate_cluster_address(value: str | None) -> str | None:
 
 
 _ChangesOption = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Change a setting. Repeatable."),
+    list[str] | None, Option("--set", metavar="KEY=VALUE", help="Change a setting. Repeatable.")
 ]
-_SeedsOption = Annotated[
-    str | None, typer.Option(metavar="SEEDS", help="Seeds, such as 0,1,2 or 0-19.")
+_SeedsOption = Annotated[str | None, Option(metavar="SEEDS", help="Seeds, such as 0,1,2 or 0-19.")]
+_OutOption = Annotated[
+    Path | None, Option(metavar="DIR", help="Folder of the results. Default: runs/NAME.")
 ]
-_DataDirOption = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="Folder of the data files.")
-]
+_DataDirOption = Annotated[Path | None, Option(metavar="DIR", help="Folder of the data files.")]
 _DeviceOption = Annotated[
-    str | None,
-    typer.Option(metavar="DEVICE", help="cpu, cuda, cuda:1 or mps. Default: cpu."),
+    str | None, Option(metavar="DEVICE", help="cpu, cuda, cuda:1 or mps. Default: cpu.")
 ]
 _ClusterOption = Annotated[
     str | None,
-    typer.Option(
+    RareOption(
         metavar="[ADDRESS]",
         callback=_validate_cluster_address,
         is_eager=True,
         help="Run by Ray: here, auto, or HOST:PORT.",
-        rich_help_panel=RARE,
     ),
 ]
 _TrackOption = Annotated[
     list[str] | None,
-    typer.Option(
+    RareOption(
         metavar="TRACKER",
         autocompletion=completion.trackers,
         help="Show in tensorboard[=DIR] or mlflow[=URI].",
-        rich_help_panel=RARE,
     ),
 ]
-_QuietOption = Annotated[bool, typer.Option("--quiet", help="Print results and errors only.")]
-_RunsArgument = Annotated[
-    list[Path], typer.Argument(metavar="RUN", help="Folders of runs.", show_default=False)
-]
+_QuietOption = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
+_RunsArgument = Annotated[list[Path], Argument(metavar="RUN", help="Folders of runs.")]
 
 
 def run(
     experiments: Annotated[
         list[str],
-        typer.Argument(
+        Argument(
             metavar="PRESET_OR_FILE.toml",
             help="Presets or configuration files.",
-            show_default=False,
             autocompletion=completion.presets,
         ),
     ],
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of the results. Default: runs/NAME."),
-    ] = None,
+    out: _OutOption = None,
     data_dir: _DataDirOption = None,
-    workers: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="NUMBER", help="Processes.", rich_help_panel=RARE),
-    ] = None,
+    workers: Annotated[int | None, RareOption(min=1, metavar="NUMBER", help="Processes.")] = None,
     memory: Annotated[
         str | None,
-        typer.Option(
-            metavar="SIZE",
-            help="Such as 24GiB (1024^3 bytes each). Models beyond it go to disk.",
-            rich_help_panel=RARE,
+        RareOption(
+            metavar="SIZE", help="Such as 24GiB (1024^3 bytes each). Models beyond it go to disk."
         ),
     ] = None,
     device: _DeviceOption = None,
     cluster: _ClusterOption = None,
     blocks: Annotated[
-        int | None,
-        typer.Option(
-            min=1, metavar="NUMBER", help="Groups of agents on a cluster.", rich_help_panel=RARE
-        ),
+        int | None, RareOption(min=1, metavar="NUMBER", help="Groups of agents on a cluster.")
     ] = None,
     track: _TrackOption = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the last checkpoint.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = False,
     verbose: Annotated[
-        bool,
-        typer.Option("--verbose", help="Print the choices for this machine.", rich_help_panel=RARE),
+        bool, RareOption("--verbose", help="Print the choices for this machine.")
     ] = False,
     quiet: _QuietOption = False,
     clean_twin: Annotated[
-        bool,
-        typer.Option(
-            "--clean-twin",
-            help="Also run without the attack, in NAME-clean.",
-            rich_help_panel=RARE,
-        ),
+        bool, RareOption("--clean-twin", help="Also run without the attack, in NAME-clean.")
     ] = False,
     local_baseline: Annotated[
-        bool,
-        typer.Option(
-            "--local-baseline",
-            help="Also train every agent alone, in NAME-local.",
-            rich_help_panel=RARE,
-        ),
+        bool, RareOption("--local-baseline", help="Also train every agent alone, in NAME-local.")
     ] = False,
 ) -> list[Path]:
     """Run experiments, each for all of its seeds.
@@ -255,31 +224,22 @@ def _parse_seeds(text: str) -> list[int]:
 def bench(
     grid: Annotated[
         str | None,
-        typer.Argument(
+        Argument(
             metavar="GRID",
             help="A grid file, GRID.toml, or a built-in grid (--list).",
-            show_default=False,
             autocompletion=completion.grids,
         ),
     ] = None,
-    list_: Annotated[
-        bool, typer.Option("--list", help="List the built-in grids, one per line.")
-    ] = False,
+    list_: Annotated[bool, Option("--list", help="List the built-in grids, one per line.")] = False,
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
-    out: Annotated[
-        Path | None,
-        typer.Option(metavar="DIR", help="Folder of the results. Default: runs/NAME."),
-    ] = None,
+    out: _OutOption = None,
     jobs: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="NUMBER", help="Processes. Default: one per processor."),
+        int | None, Option(min=1, metavar="NUMBER", help="Processes. Default: one per processor.")
     ] = None,
     data_dir: _DataDirOption = None,
     device: _DeviceOption = None,
-    resume: Annotated[
-        bool, typer.Option("--resume", help="Continue; failed cells run again.")
-    ] = False,
+    resume: Annotated[bool, Option("--resume", help="Continue; failed cells run again.")] = False,
     cluster: _ClusterOption = None,
     track: _TrackOption = None,
     quiet: _QuietOption = False,
@@ -330,9 +290,7 @@ def compare(
     runs: _RunsArgument,
     over: Annotated[
         _AgentSummary,
-        typer.Option(
-            help="Summary over benign agents: mean, worst agent, or mean of the worst tenth."
-        ),
+        Option(help="Summary over benign agents: mean, worst agent, or mean of the worst tenth."),
     ] = _AgentSummary.mean,
 ) -> None:
     """Print the paper's Table 1 of runs, at the last round."""
@@ -343,28 +301,25 @@ def compare(
 
 def report(
     runs: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="RUN_OR_GRID", help="Folders of runs, or of grids.", show_default=False
-        ),
+        list[Path], Argument(metavar="RUN_OR_GRID", help="Folders of runs, or of grids.")
     ],
-    out: Annotated[Path, typer.Option(help="Folder for tables, figures and report.html.")] = Path(
+    out: Annotated[Path, Option(help="Folder for tables, figures and report.html.")] = Path(
         "report"
     ),
     reference: Annotated[
         str | None,
-        typer.Option(
+        Option(
             metavar="DEFENCE",
             help="Defence of a grid that the others are compared with. Default: that of the grid.",
         ),
     ] = None,
     membership: Annotated[
-        bool, typer.Option("--membership", help="Measure membership inference against the models.")
+        bool, Option("--membership", help="Measure membership inference against the models.")
     ] = False,
     data_dir: _DataDirOption = None,
     own: Annotated[
         list[str] | None,
-        typer.Option(
+        Option(
             metavar="MODULE:FUNCTION",
             help="Allow this function, or this base of a language model, of the runs. Repeatable.",
         ),
@@ -457,18 +412,14 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
 
 
 def track(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN", help="Folders of runs or grids.", show_default=False),
-    ],
+    runs: Annotated[list[Path], Argument(metavar="RUN", help="Folders of runs or grids.")],
     to: Annotated[
         list[str],
-        typer.Option(
+        Option(
             metavar="TRACKER",
             autocompletion=completion.trackers,
             help="tensorboard or mlflow, in the folder of the run; tensorboard=DIR or mlflow=URI. "
             "Repeatable.",
-            show_default=False,
         ),
     ],
 ) -> list[Path]:

@@ -25,15 +25,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from fedcb2o.data import features
-from fedcb2o.federated import (
-    ConvolutionKernel,
-    LinearKernel,
-    Precision,
-    allow_tf32,
-    autocast,
-    batched_forward,
-    dense_layers,
-)
+from fedcb2o.federated.inference import batched_forward, dense_layers
+from fedcb2o.federated.local_update import allow_tf32, autocast
+from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
+from fedcb2o.federated.sections import Precision
 from fedcb2o.kernels import _onednn
 from fedcb2o.kernels.devices import deterministic
 from fedcb2o.kernels.dispatch import use_kernels

@@ -15,13 +15,9 @@ from torch import Tensor, nn
 
 from fedcb2o.data import features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import (
-    SAMPLES_PER_PASS,
-    ConvolutionKernel,
-    allow_tf32,
-    batched_forward,
-    dense_layers,
-)
+from fedcb2o.federated.inference import SAMPLES_PER_PASS, batched_forward, dense_layers
+from fedcb2o.federated.local_update import allow_tf32
+from fedcb2o.federated.run_spec import ConvolutionKernel
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import flatten, trainable_stack

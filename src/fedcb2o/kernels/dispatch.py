@@ -27,7 +27,7 @@ from typing import Any
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from fedcb2o.federated import ConvolutionKernel, LinearKernel
+from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
 from fedcb2o.kernels import _batched_linear, _fft_conv, _onednn, _unfold_conv
 
 _LINEAR: dict[LinearKernel, Callable[..., Any]] = {

@@ -18,18 +18,13 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import FedCB2OError
-from fedcb2o.federated import (
-    AgentGroup,
-    AgentState,
-    Decisions,
-    EvaluationResult,
-    Inbox,
-    Outbox,
-    Ragged,
-    plan_training_batches,
-)
-from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.ragged import AgentIds, Members, Rows
+from fedcb2o.federated.agent_group import AgentGroup, Phase
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.evaluation.metrics import EvaluationResult
+from fedcb2o.federated.local_update import plan_training_batches
+from fedcb2o.federated.publishing import Outbox
+from fedcb2o.federated.ragged import AgentIds, Members, Ragged, Rows
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.parallel._serialization import serialize, unwrap_result
 from fedcb2o.ray_backend._code_shipping import localize_paths

@@ -25,7 +25,8 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import RunSpec, plan_training_batches
+from fedcb2o.federated.local_update import plan_training_batches
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._executors import balance_load, one_thread

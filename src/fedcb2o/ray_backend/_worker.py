@@ -16,18 +16,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated import (
-    Adversary,
-    AgentGroup,
-    AgentState,
-    BufferLayout,
-    Indices,
-    Ragged,
-    RuleState,
-    RunSpec,
-)
-from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.ragged import Members
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_group import AgentGroup, BufferLayout, Phase
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.ragged import Indices, Members, Ragged
+from fedcb2o.federated.run_spec import RunSpec
+from fedcb2o.federated.types import RuleState
 from fedcb2o.kernels import _onednn, devices
 from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources

@@ -16,24 +16,17 @@ from typing import Protocol
 import numpy as np
 from jaxtyping import Bool, Float
 
-from fedcb2o.federated import (
-    AgentGroup,
-    AgentState,
-    ContactTable,
-    Decisions,
-    Inbox,
-    Outbox,
-    Ragged,
-    batched_aggregation,
-    deceptive_outbox,
-    is_acceptable,
-    select_colluding_peers,
-)
-from fedcb2o.federated.agent_group import Phase
+from fedcb2o.federated import batched_aggregation
+from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.batched_aggregation import SAMPLE, aggregate_batches_
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.guards.acceptance import is_acceptable
 from fedcb2o.federated.local_update import TrainResult
-from fedcb2o.federated.ragged import AgentIds, Members, Positions
+from fedcb2o.federated.publishing import Outbox, deceptive_outbox
+from fedcb2o.federated.ragged import AgentIds, Members, Positions, Ragged
+from fedcb2o.federated.selection import select_colluding_peers
 from fedcb2o.federated.validation import own_models
 from fedcb2o.rng import agent_streams
 from fedcb2o.simulation.rounds import BenignEngine

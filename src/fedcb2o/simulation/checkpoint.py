@@ -21,7 +21,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import STATE_DTYPES, AgentState, ContactTable, Ragged
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.plugin_outputs import STATE_DTYPES
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.records import CHECKPOINT_FILE, atomic_write, canonical_settings, damaged_error
 from fedcb2o.records._checksums import Checksum, header_crc, read_checkpoint_header
 from fedcb2o.records._files import read_error

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fedcb2o.federated import AgentState, ContactTable, Ragged, max_abs
 from fedcb2o.federated.algorithms._dfca import as_decisions, running_averages
-from fedcb2o.federated.ragged import AgentIds
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.guards.acceptance import max_abs
+from fedcb2o.federated.ragged import AgentIds, Ragged
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.ifca import assign_clusters, cluster_models
 from fedcb2o.simulation.local_engine import LocalEngine

@@ -8,9 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 from jaxtyping import Float, Int
 
-from fedcb2o.federated import AgentState, ClusterModels, Decisions, Ragged, mixing_matrix
 from fedcb2o.federated.algorithms._ifca import as_decisions, assign_clusters_, cluster_means
-from fedcb2o.federated.ragged import AgentIds
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.mixing import mixing_matrix
+from fedcb2o.federated.ragged import AgentIds, Ragged
+from fedcb2o.federated.run_spec import ClusterModels
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine

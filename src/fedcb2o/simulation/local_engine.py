@@ -23,31 +23,17 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated import (
-    AgentGroup,
-    AgentState,
-    Decisions,
-    EvaluationResult,
-    Inbox,
-    Indices,
-    MixingMatrix,
-    Outbox,
-    Peek,
-    Ragged,
-    batched_aggregation,
-    craft_models_,
-    evaluate_models,
-    is_acceptable,
-    make_outbox,
-    max_abs,
-    mix_,
-    mixing_matrix,
-    plan_training_batches,
-    train_,
-)
-from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.local_update import TrainResult
-from fedcb2o.federated.ragged import AgentIds, Members
+from fedcb2o.federated import batched_aggregation
+from fedcb2o.federated.agent_group import AgentGroup, Phase
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.evaluation.metrics import EvaluationResult
+from fedcb2o.federated.evaluation.models import evaluate_models
+from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
+from fedcb2o.federated.local_update import TrainResult, plan_training_batches, train_
+from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
+from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, make_outbox
+from fedcb2o.federated.ragged import AgentIds, Indices, Members, Ragged
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_checksums, row_stride
 from fedcb2o.parallel._executors import Executor, balance_load

@@ -21,16 +21,13 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import (
-    MAX_VALUE,
-    AgentState,
-    Decisions,
-    EvaluationResult,
-    RunSpec,
-    is_acceptable,
-)
+from fedcb2o.federated.contacts import AgentState
+from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.evaluation.metrics import EvaluationResult
+from fedcb2o.federated.guards.acceptance import MAX_VALUE, is_acceptable
 from fedcb2o.federated.local_update import TrainResult
 from fedcb2o.federated.ragged import AgentIds
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.selection import no_peers
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream

@@ -24,7 +24,8 @@ from fedcb2o.aggregators import (  # noqa: F401  # names that ByzFL's tests use
     MoNNA,
     TrMean,
 )
-from fedcb2o.federated import AttackView, Threat, attacks
+from fedcb2o.federated import attacks
+from fedcb2o.federated.adversary import AttackView, Threat
 from fedcb2o.federated.attacks.rule_attacks import line_search
 from fedcb2o.rng import stream
 

@@ -22,20 +22,18 @@ from fedcb2o.experiments.config.datasets import (
 )
 from fedcb2o.experiments.config.network import build_module
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import (
-    Adversary,
-    AgentData,
-    AgentGroup,
-    BufferLayout,
+from fedcb2o.federated import privacy
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_group import AgentData, AgentGroup, BufferLayout
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import (
     ConvolutionKernel,
     KernelConfig,
     LinearKernel,
-    Precision,
-    Ragged,
     RunSpec,
     Training,
-    privacy,
 )
+from fedcb2o.federated.sections import Precision
 from fedcb2o.kernels import devices
 from fedcb2o.nn import memory_layout, network_checks, parameters
 

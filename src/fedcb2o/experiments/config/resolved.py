@@ -12,20 +12,14 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, sets, skews, transforms
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import to_plain
-from fedcb2o.federated import (
-    Algorithm,
-    Attack,
-    AttackGoal,
-    algorithms,
-    attacks,
-    losses,
-    optimisers,
-    topology,
-)
+from fedcb2o.federated import algorithms, attacks, losses, optimisers, topology
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks import data_poisoning
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.evaluation.metrics import AttackGoal
+from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.sections import Component, Part
 from fedcb2o.nn import architectures
 from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name

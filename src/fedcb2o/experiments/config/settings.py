@@ -21,9 +21,10 @@ from pydantic import Field, field_validator, model_validator
 
 from fedcb2o.experiments.config.resolved import Resolved, resolve
 from fedcb2o.experiments.config.tables import to_plain
-from fedcb2o.federated import Algorithm, Attack, ConvolutionKernel, LinearKernel
+from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
+from fedcb2o.federated.run_spec import Algorithm, ConvolutionKernel, LinearKernel
 from fedcb2o.federated.sections import (
     AgentsSection,
     Component,

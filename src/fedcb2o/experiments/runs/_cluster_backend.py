@@ -20,7 +20,7 @@ from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.config.network import init_models_from_tensors_
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_group
 from fedcb2o.experiments.runs._memory_plan import PROCESS_BYTES
-from fedcb2o.federated import plan_training_batches
+from fedcb2o.federated.local_update import plan_training_batches
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources

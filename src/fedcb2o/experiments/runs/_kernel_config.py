@@ -11,7 +11,7 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed
-from fedcb2o.federated import ConvolutionKernel, LinearKernel
+from fedcb2o.federated.run_spec import ConvolutionKernel, LinearKernel
 from fedcb2o.kernels import _autotune, _onednn, devices
 from fedcb2o.nn import memory_layout, parameters
 

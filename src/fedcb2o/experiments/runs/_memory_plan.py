@@ -17,7 +17,8 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.datasets import dataset_tensors, samples_per_agent
 from fedcb2o.experiments.config.network import frozen_bytes
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import MAX_BATCH_PARAMETERS, REDUCTION_TILE_COLUMNS
+from fedcb2o.federated.local_update import MAX_BATCH_PARAMETERS
+from fedcb2o.federated.mixing import REDUCTION_TILE_COLUMNS
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources, _shared_memory
 from fedcb2o.parallel._resources import format_bytes

@@ -7,10 +7,11 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from fedcb2o.federated import Decisions, Ragged
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
 from fedcb2o.federated.plugin_outputs import Metric, metric_value
+from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.rounds import Round
 
 

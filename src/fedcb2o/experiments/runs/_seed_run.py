@@ -31,7 +31,7 @@ from fedcb2o.experiments.runs._round_records import (
     pairs_record,
 )
 from fedcb2o.experiments.runs._run_directory import make_folder
-from fedcb2o.federated import AgentState
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.kernels import _autotune, devices
 from fedcb2o.nn import parameters

@@ -15,8 +15,10 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import dataset_digest, load_dataset
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
-from fedcb2o.federated import AgentGroup, agent_network, evaluate_models, local_update_
+from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.evaluation.membership import leakage
+from fedcb2o.federated.evaluation.models import agent_network, evaluate_models
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.federated.privacy import noise_multiplier
 from fedcb2o.nn import low_rank, parameters
 from fedcb2o.records import Run, current_settings

@@ -36,15 +36,12 @@ from fedcb2o.experiments.config import datasets
 from fedcb2o.experiments.config.network import build_module, check_model_memory, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import (
-    Adversary,
-    AgentData,
-    AgentGroup,
-    AttackGoal,
-    Ragged,
-    RunSpec,
-    single_agent,
-)
+from fedcb2o.federated import single_agent
+from fedcb2o.federated.adversary import Adversary
+from fedcb2o.federated.agent_group import AgentData, AgentGroup
+from fedcb2o.federated.evaluation.metrics import AttackGoal
+from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.sections import Component
 from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters

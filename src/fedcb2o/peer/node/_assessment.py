@@ -16,10 +16,12 @@ from torch import Tensor
 
 from fedcb2o import records
 from fedcb2o.data import Shard
-from fedcb2o.federated import AgentGroup, Decisions, local_update_
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.evaluation.gain import gain_record
 from fedcb2o.federated.evaluation.membership import leakage, sample_losses
 from fedcb2o.federated.evaluation.models import measure_samples, predicted_class
+from fedcb2o.federated.local_update import local_update_
 from fedcb2o.kernels import dispatch
 from fedcb2o.rng import stream
 from fedcb2o.safe_files import check_regular

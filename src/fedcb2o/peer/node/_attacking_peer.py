@@ -11,18 +11,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.federated import (
-    Decisions,
-    Inbox,
-    Outbox,
-    Ragged,
-    craft_models_,
-    make_outbox,
-    mix_,
-    mixing_matrix,
-)
 from fedcb2o.federated.agent_group import Phase
-from fedcb2o.federated.ragged import AgentIds, Members
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.mixing import mix_, mixing_matrix
+from fedcb2o.federated.publishing import Outbox, craft_models_, make_outbox
+from fedcb2o.federated.ragged import AgentIds, Members, Ragged
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._engine import PeerEngine
 from fedcb2o.peer.wire._server import Snapshot

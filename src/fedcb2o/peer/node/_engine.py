@@ -16,23 +16,16 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated import (
-    AgentGroup,
-    AgentState,
-    ContactTable,
-    Decisions,
-    EvaluationResult,
-    Inbox,
-    Ragged,
-    algorithm2,
-    evaluate_models,
-    max_abs,
-    single_agent,
-    train_,
-)
+from fedcb2o.federated import algorithm2, single_agent
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import AgentState, ContactTable
+from fedcb2o.federated.decisions import Decisions, Inbox
+from fedcb2o.federated.evaluation.metrics import EvaluationResult
+from fedcb2o.federated.evaluation.models import evaluate_models
+from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
-from fedcb2o.federated.local_update import TrainResult
-from fedcb2o.federated.ragged import Members
+from fedcb2o.federated.local_update import TrainResult, train_
+from fedcb2o.federated.ragged import Members, Ragged
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
 from fedcb2o.peer.node._catch_up import CatchUp

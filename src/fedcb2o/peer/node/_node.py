@@ -26,8 +26,10 @@ from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._run_directory import exclusive_lock
-from fedcb2o.federated import AgentGroup, AgentState, agent_network
+from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.evaluation import metrics
+from fedcb2o.federated.evaluation.models import agent_network
 from fedcb2o.federated.guards.checks import ADMITTED, OUTCOMES
 from fedcb2o.federated.shortfall import beta_note
 from fedcb2o.nn import parameters

@@ -27,7 +27,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from fedcb2o.federated import is_acceptable, max_abs
+from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
 from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity

@@ -29,7 +29,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import MAX_VALUE
+from fedcb2o.federated.guards.acceptance import MAX_VALUE
 from fedcb2o.peer.wire._protocol import BytesLike
 
 BLOCK_SIZE = 2048  # numbers that share a scale
