@@ -356,11 +356,7 @@ def extra_inputs(
 
 
 def bind(
-    kind: str,
-    function: PluginFunction,
-    values: Mapping[str, Any],
-    *,
-    deferred: Iterable[str] = (),
+    kind: str, function: PluginFunction, values: Mapping[str, Any], *, deferred: Iterable[str] = ()
 ) -> dict[str, Any]:
     """Check parameter values from a configuration against a function's signature.
 
@@ -419,11 +415,7 @@ def _having_parameter(name: str, function: PluginFunction) -> str:
 
 
 def resolve_and_bind(
-    kind: str,
-    choice: PluginChoice,
-    namespace: types.ModuleType,
-    *,
-    deferred: Iterable[str] = (),
+    kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()
 ) -> functools.partial[Any]:
     """Return the function of a name or a table {name = ..., parameter = ...}, bound."""
     table: dict[str, Any] = {"name": choice}

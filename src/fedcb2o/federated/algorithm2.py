@@ -43,12 +43,7 @@ from fedcb2o.federated.types import (
     RuleOutput,
     RuleState,
 )
-from fedcb2o.federated.validation import (
-    ValidationOracle,
-    admit,
-    agent_context,
-    own_models,
-)
+from fedcb2o.federated.validation import ValidationOracle, admit, agent_context, own_models
 from fedcb2o.plugins import USER_FUNCTION
 from fedcb2o.rng import stream
 

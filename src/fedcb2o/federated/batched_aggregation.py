@@ -11,11 +11,7 @@ import numpy as np
 from jaxtyping import Bool, Float
 
 from fedcb2o.federated.agent_group import AgentGroup, Phase
-from fedcb2o.federated.algorithm2 import (
-    next_likelihood,
-    select_peers,
-    track_own_likelihood,
-)
+from fedcb2o.federated.algorithm2 import next_likelihood, select_peers, track_own_likelihood
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
@@ -34,15 +30,12 @@ class BatchEngine(Protocol):
         self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
     ) -> list[Any]:
         """Call the phase with (group, members, *arguments, n, *shared) for each batch."""
-        ...
 
     def exchange(self, n: int, sampled: Sequence[Ragged], deadline: float | None) -> list[Inbox]:
         """Return what each batch receives from sampled peers, within `deadline` seconds."""
-        ...
 
     def mix_(self, decisions: Sequence[Decisions]) -> Bool[np.ndarray, " N"]:
         """Compute theta <- W theta; return False for benign agents with an infinite one."""
-        ...
 
 
 def aggregate_batches_(

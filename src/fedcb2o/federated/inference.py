@@ -27,12 +27,7 @@ from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
-from fedcb2o.nn.parameters import (
-    agent_state,
-    bind_,
-    gather_rows,
-    unstack_views,
-)
+from fedcb2o.nn.parameters import agent_state, bind_, gather_rows, unstack_views
 
 _MAX_BATCH_PARAMETERS = 2**21  # of the models in one product: 8 MiB
 MAX_BATCH_INPUTS = 2**20

@@ -199,8 +199,7 @@ class AgentsSection(Section):
         bool, key_field("false: benign agents train on their validation samples too")
     ] = True
     validation_loss: Annotated[
-        LossAverage,
-        key_field("mean over samples, or unweighted mean of the means of mini-batches"),
+        LossAverage, key_field("mean over samples, or unweighted mean of the means of mini-batches")
     ] = "samples"
     budget: Annotated[
         PositiveInt,

@@ -377,21 +377,17 @@ class Weighing(Protocol):
     @property
     def function(self) -> Callable[..., Any]:
         """The criterion or the rule."""
-        ...
 
     @property
     def is_stateful(self) -> bool:
         """True if the rule keeps a state from round to round."""
-        ...
 
     @property
     def sees_all(self) -> bool:
         """True if it gets models outside of `CriterionInput.tolerated`, too."""
-        ...
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights of the received models and the new state."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -61,10 +61,7 @@ class ValidationOracle:
         return validation_losses(self.group, np.array([self.k]), one, transform)[0]
 
     def outputs(
-        self,
-        models: Received,
-        transform: SampleTransform | None = None,
-        count: int | None = None,
+        self, models: Received, transform: SampleTransform | None = None, count: int | None = None
     ) -> Outputs:
         """Return outputs on `count` spaced validation samples, or all, and their labels."""
         data = self._data(count)

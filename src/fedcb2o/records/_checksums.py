@@ -191,11 +191,6 @@ def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
     return {name: checksum_file(folder / name) for name in names if (folder / name).exists()}
 
 
-def checksum_bytes(content: bytes) -> Checksum:
-    """Compute the checksum of a file with this content."""
-    return len(content), hashlib.sha256(content).hexdigest()
-
-
 def checksum_file(path: Path, size: int | None = None) -> Checksum:
     """Compute the checksum of a file or of its first `size` bytes."""
     digest = hashlib.sha256()
@@ -252,14 +247,7 @@ def settings_digest(settings: Mapping[str, Any]) -> str:
 
 
 def flatten(table: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Convert nested tables to one table with dotted keys.
-
-    Every key begins with `prefix`.
-
-    Example:
-        >>> flatten({"agents": {"budget": 6}})
-        {'agents.budget': 6}
-    """
+    """Convert nested tables to one table with dotted keys, such as `agents.budget`."""
     flat: dict[str, Any] = {}
     for key, value in table.items():
         if isinstance(value, Mapping):
@@ -289,17 +277,7 @@ def read_json_with_checksum(path: Path, *, require_checksum: bool = False) -> di
 def read_cells(path: Path) -> list[dict[str, Any]]:
     """Read the cells.json of a grid: one dict per run."""
     cells = read_json_with_checksum(path).get("cells")
-    keys = {
-        "folder",
-        "kind",
-        "setting",
-        "defence",
-        "attack",
-        "floor",
-        "rounds",
-        "seconds",
-        "error",
-    }
+    keys = {"folder", "kind", "setting", "defence", "attack", "floor", "rounds", "seconds", "error"}
     if not isinstance(cells, list) or not all(
         isinstance(cell, dict) and keys <= cell.keys() and is_inside(cell["folder"])
         for cell in cells

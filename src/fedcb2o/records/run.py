@@ -19,13 +19,7 @@ from safetensors.numpy import load_file
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import MANIFEST_FILE, Manifest
-from fedcb2o.records._files import (
-    DamagedError,
-    damaged_error,
-    read_error,
-    read_json,
-    rerun_advice,
-)
+from fedcb2o.records._files import DamagedError, damaged_error, read_error, read_json, rerun_advice
 from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
 from fedcb2o.records.toml import read_toml
@@ -360,11 +354,7 @@ class Run:
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 
     def model(
-        self,
-        agent: int,
-        *,
-        seed: int | None = None,
-        data_dir: str | PathLike[str] | None = None,
+        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
     ) -> Any:
         """Load the model of an agent at the last checkpoint.
 

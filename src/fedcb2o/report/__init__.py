@@ -1,20 +1,14 @@
 """Reports: tables, figures and pages from records, without training."""
 
 from fedcb2o.records import summary
-from fedcb2o.report._agent_figures import (
-    WEIGHT_COLOURMAP,
-    add_weight_colorbar,
-    sample_images,
-    weight_matrix,
-    weight_norm,
-)
+from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._explorer import explorer_page
-from fedcb2o.report._figures import Curve, curve_panels, curves, figure6, source_counts
+from fedcb2o.report._figures import curve_panels, curves, figure6, source_counts
 from fedcb2o.report._grid_page import grid_notes, regret_figure, report_grid
 from fedcb2o.report._page import Page, create_page
-from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE, draw_panels
+from fedcb2o.report._panels import draw_panels
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown, to_readable, to_rich
 from fedcb2o.report.grid_results import GridResults, is_grid, read_grid
 from fedcb2o.report.grid_tables import SettingResults, terminal_tables
@@ -31,16 +25,9 @@ from fedcb2o.report.tables import (
 )
 
 __all__ = [
-    "LINE_STYLES",
-    "MARKERS",
-    "PALETTE",
-    "STYLE",
-    "WEIGHT_COLOURMAP",
-    "Curve",
     "GridResults",
     "Page",
     "SettingResults",
-    "add_weight_colorbar",
     "by_source_count",
     "chosen_strengths_table",
     "comparability_notes",
@@ -74,5 +61,4 @@ __all__ = [
     "to_rich",
     "unverified_note",
     "weight_matrix",
-    "weight_norm",
 ]

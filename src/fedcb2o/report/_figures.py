@@ -217,12 +217,7 @@ def _draw_source_counts(
 
 
 def _draw_peer_kinds(
-    statistics: pd.DataFrame,
-    value: str,
-    title: str,
-    chance: float | None,
-    top: float,
-    ax: Axes,
+    statistics: pd.DataFrame, value: str, title: str, chance: float | None, top: float, ax: Axes
 ) -> None:
     """Draw bars of one run by cluster and kind of peer."""
     clusters = sorted(statistics.cluster.unique())

@@ -20,10 +20,7 @@ _CELL_WIDTH = 0.56  # inches
 _CELL_HEIGHT = 0.42  # inches
 _COLUMN_GAP = 0.25  # cells
 MAX_NAME_LENGTH = 40  # characters
-_SHADE_SCALE = (
-    (0.0, 0.05, 0.1, 0.2, 0.5, 1.0),
-    (0.0, 0.28, 0.5, 0.75, 0.9, 1.0),
-)
+_SHADE_SCALE = ((0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0))
 """Distances to a good value, and the shades for them."""
 _WHITE = (1.0, 1.0, 1.0, 1.0)
 _MIN_BRIGHTNESS_FOR_BLACK = 0.45

@@ -13,10 +13,9 @@ import io
 import re
 import warnings
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -36,13 +35,11 @@ _NARROW_PIXELS = 360  # width of a narrow page
 _EMPTY_METADATA = dict.fromkeys(("Date", "Creator", "Format", "Type"))
 
 
-@dataclass
-class Section:
+class Section(NamedTuple):
     """A heading in the contents of a page."""
 
     text: str
     id: str
-    children: list["Section"] = field(default_factory=list)
 
 
 def content_policy(script: str) -> Markup:
@@ -151,10 +148,7 @@ def _to_svg(figure: Figure, name: str) -> Markup:
     # Inside HTML an XML declaration is no markup.
     text = text[text.index("<svg") :]
     text = re.sub(
-        r"<!--.*?-->|\n\s*",
-        lambda match: " " if match[0].isspace() else "",
-        text,
-        flags=re.DOTALL,
+        r"<!--.*?-->|\n\s*", lambda match: " " if match[0].isspace() else "", text, flags=re.DOTALL
     )
     text = re.sub(r'(?<= id=")|(?<=href="#)|(?<=url\(#)', f"{name}-", text)
     # Greys follow the reader's light or dark mode; colours of data stay.

@@ -6,12 +6,7 @@ from typing import Any
 import pandas as pd
 
 from fedcb2o.records import Run
-from fedcb2o.report.tables import (
-    ResultTable,
-    find_local_baseline,
-    format_mean_interval,
-    run_labels,
-)
+from fedcb2o.report.tables import ResultTable, find_local_baseline, format_mean_interval, run_labels
 
 
 def membership_table(runs: Sequence[Run], data_dir: Any = None) -> pd.DataFrame:

@@ -15,7 +15,6 @@ from fedcb2o.report._html import Section, figure_row, render_block, render_page,
 from fedcb2o.report._panels import Panels, draw_legend, draw_panels
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
 
-_TOP_LEVEL = 2  # level of the headings below the title
 _MANY_COLUMNS = 6  # a table with more columns has smaller letters
 
 
@@ -29,8 +28,6 @@ class Page:
     # Headings, for the contents.
     sections: list[Section] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
-    _level: int = _TOP_LEVEL
-    _headings: int = 0
     _legends: set[str] = field(default_factory=set)
 
     def write_file(self, name: str, content: str | bytes) -> None:
@@ -54,19 +51,12 @@ class Page:
         self.write_file(f"{name}.md", to_markdown(table))
         self.write_file(f"{name}.tex", to_latex(table))
 
-    def add_heading(self, title: str, *, is_section: bool = False) -> None:
+    def add_heading(self, title: str) -> None:
         """Add a heading to the page and to its contents."""
-        if is_section:
-            self._level = _TOP_LEVEL
-        self._headings += 1
-        section = Section(title, f"{slug(title)}-{self._headings}")
-        if self._level == _TOP_LEVEL:
-            self.sections.append(section)
-        else:
-            self.sections[-1].children.append(section)
-        self.blocks.append(render_block("heading", self._level, title, section.id))
-        if is_section:
-            self._level += 1
+        # The number keeps the ids of equal titles apart.
+        section = Section(title, f"{slug(title)}-{len(self.sections) + 1}")
+        self.sections.append(section)
+        self.blocks.append(render_block("heading", title, section.id))
 
     def add_text(self, text: str | Markup) -> None:
         """Add a paragraph; text is escaped, markup is not."""
@@ -91,12 +81,7 @@ class Page:
         self.blocks.append(render_block("details", title, content))
 
     def show_table(
-        self,
-        table: pd.DataFrame,
-        name: str,
-        *,
-        caption: str = "",
-        collapsed: bool = False,
+        self, table: pd.DataFrame, name: str, *, caption: str = "", collapsed: bool = False
     ) -> None:
         """Add a table without files or heading; a click opens a collapsed one by its `name`."""
         has_many_columns = table.shape[1] > _MANY_COLUMNS

@@ -11,12 +11,7 @@ from matplotlib.figure import Figure
 from fedcb2o.errors import FedCB2OError, RunError
 from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug, summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
-from fedcb2o.report._figures import (
-    curve_panels,
-    learning_curves,
-    peer_panels,
-    source_count_panels,
-)
+from fedcb2o.report._figures import curve_panels, learning_curves, peer_panels, source_count_panels
 from fedcb2o.report._membership import class_gain_table, membership_table
 from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._table_formats import shorten_label, to_readable

@@ -59,10 +59,7 @@ class ResultTable(pd.DataFrame):
 
 
 def compare(
-    runs: Sequence[Run],
-    *,
-    over: AgentSummary = "mean",
-    with_counterparts: bool = False,
+    runs: Sequence[Run], *, over: AgentSummary = "mean", with_counterparts: bool = False
 ) -> pd.DataFrame:
     """Build Tables 1 and 2 (tab:baselines, tab:FedCB2O_T_G), metrics by runs.
 

@@ -181,9 +181,7 @@ def build_run_spec(
     )
     privacy.check_privacy(training, module)
     kernels = KernelConfig(
-        experiment.linear or "torch",
-        experiment.convolution or "grouped",
-        experiment.together,
+        experiment.linear or "torch", experiment.convolution or "grouped", experiment.together
     )
     return RunSpec(
         seed=seed,
@@ -281,11 +279,7 @@ def tensor_specs(
 
 
 def build_full_group(
-    experiment: Experiment,
-    seed: int,
-    names: DatasetNames,
-    dim: int,
-    tensors: dict[str, Tensor],
+    experiment: Experiment, seed: int, names: DatasetNames, dim: int, tensors: dict[str, Tensor]
 ) -> AgentGroup:
     """Build the group of all agents from shared tensors: "models", and the data set."""
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))

@@ -19,11 +19,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.grid._baseline import (
-    BASELINE_ROLES,
-    Changes,
-    baseline_table,
-)
+from fedcb2o.experiments.grid._baseline import BASELINE_ROLES, Changes, baseline_table
 from fedcb2o.federated.sections import NonNegativeInt, Section, Seed
 from fedcb2o.records import result_settings, slug
 

@@ -36,10 +36,7 @@ from fedcb2o.experiments.runs._cluster_backend import pluralize
 from fedcb2o.experiments.runs._memory_plan import clip_workers
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._remote_job import format_error
-from fedcb2o.experiments.runs._run_directory import (
-    describe_difference,
-    exclusive_lock,
-)
+from fedcb2o.experiments.runs._run_directory import describe_difference, exclusive_lock
 from fedcb2o.experiments.runs._runner import run
 from fedcb2o.kernels import devices
 from fedcb2o.parallel import _resources
@@ -479,14 +476,7 @@ def _run_cell(data: Path | None, experiment: Experiment, folder: Path) -> tuple[
     error = None
     try:
         _wait_for_lock(folder)
-        run(
-            experiment,
-            out=folder,
-            data_dir=data,
-            workers=1,
-            resume=True,
-            watch=lambda *_: None,
-        )
+        run(experiment, out=folder, data_dir=data, workers=1, resume=True, watch=lambda *_: None)
     except Exception as failure:  # an internal error fails this cell, not the others
         error = format_error(failure)
     return time.monotonic() - began, error

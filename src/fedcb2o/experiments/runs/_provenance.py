@@ -106,11 +106,7 @@ def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def write_environment(
-    folder: Path,
-    seed: int,
-    workers: int,
-    kernels: Mapping[str, Any],
-    device: torch.device,
+    folder: Path, seed: int, workers: int, kernels: Mapping[str, Any], device: torch.device
 ) -> None:
     """Write environment.json: versions, machine and kernels."""
     environment = {

@@ -4,6 +4,7 @@ import contextlib
 import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -26,10 +27,7 @@ from fedcb2o.experiments.runs._provenance import (
     write_provenance,
 )
 from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
-from fedcb2o.experiments.runs._round_records import (
-    metrics_record,
-    pairs_record,
-)
+from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.experiments.runs._run_directory import make_folder
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.privacy import spent_epsilon
@@ -54,12 +52,10 @@ class Place(Protocol):
     @property
     def folder(self) -> Path | None:
         """Folder of the models' file, or None for models in memory."""
-        ...
 
     @property
     def processes(self) -> int:
         """Number of processes."""
-        ...
 
 
 class SeedEngine(Stage, Protocol):
@@ -67,15 +63,12 @@ class SeedEngine(Stage, Protocol):
 
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Yield the models that outlive a round, in the order of their rows."""
-        ...
 
     def persistent_state(self, state: AgentState) -> AgentState:
         """Return the state of all agents with the states of their rules."""
-        ...
 
     def load_models_(self, models: Float[Tensor, "k stride"]) -> None:
         """Replace the models that outlive a round."""
-        ...
 
 
 P = TypeVar("P", bound=Place)
@@ -85,41 +78,16 @@ E = TypeVar("E", bound=SeedEngine)
 class Backend(Protocol[P, E]):
     """One machine or a cluster; `LocalBackend` and `ClusterBackend` document the methods."""
 
-    def connect(
-        self, prepared: Sequence[PreparedSeed], /
-    ) -> contextlib.AbstractContextManager[None]:
-        """Connect to the machines that run the seeds."""
-        ...
-
-    def place(self, prepared: PreparedSeed, folder: Path, /) -> P:
-        """Choose the place of a seed's models."""
-        ...
-
-    def open_engine(
-        self, prepared: PreparedSeed, place: P, /
-    ) -> contextlib.AbstractContextManager[E]:
-        """Open the engine of a seed."""
-        ...
-
-    def init_models(self, engine: E, prepared: PreparedSeed, /) -> None:
-        """Set the initial models."""
-        ...
-
-    def status(self, place: P, measured: Mapping[str, Any], /) -> str:
-        """Describe the traffic of the last round."""
-        ...
-
-    def traffic(self, engine: E, /) -> dict[str, Any]:
-        """Return the traffic of the last round."""
-        ...
+    def connect(self, prepared: Sequence[PreparedSeed], /) -> AbstractContextManager[None]: ...
+    def place(self, prepared: PreparedSeed, folder: Path, /) -> P: ...
+    def open_engine(self, prepared: PreparedSeed, place: P, /) -> AbstractContextManager[E]: ...
+    def init_models(self, engine: E, prepared: PreparedSeed, /) -> None: ...
+    def status(self, place: P, measured: Mapping[str, Any], /) -> str: ...
+    def traffic(self, engine: E, /) -> dict[str, Any]: ...
 
 
 def run_seeds_locally(
-    experiment: Experiment,
-    dataset: Dataset,
-    folder: Path,
-    memory: int | None,
-    watch: RoundCallback,
+    experiment: Experiment, dataset: Dataset, folder: Path, memory: int | None, watch: RoundCallback
 ) -> None:
     """Run seeds in this process alone, in a locked folder; by default with the free memory."""
     seeds = [validate_seed(experiment, seed, dataset) for seed in experiment.seeds]

@@ -79,11 +79,7 @@ def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None
 
 
 def generated_texts(
-    run: Run,
-    agent: int,
-    seed: int | None = None,
-    data_dir: _OptionalPath = None,
-    count: int = 3,
+    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None, count: int = 3
 ) -> pd.DataFrame:
     """Let an agent's language model answer `count` held-out prompts.
 

@@ -32,11 +32,7 @@ from fedcb2o.federated.aggregation.base import evaluate_rule as evaluate_rule
 from fedcb2o.federated.aggregation.base import gram_and_mixing as gram_and_mixing
 from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
 from fedcb2o.federated.aggregation.base import signature_of as signature_of
-from fedcb2o.federated.aggregation.coordinatewise import (
-    coordinate_median,
-    meamed,
-    trimmed_mean,
-)
+from fedcb2o.federated.aggregation.coordinatewise import coordinate_median, meamed, trimmed_mean
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
 from fedcb2o.federated.aggregation.gram_rules import (
     bulyan,

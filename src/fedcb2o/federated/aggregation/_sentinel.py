@@ -105,10 +105,7 @@ def layer_statistics(
 
 
 def _average_losses(
-    state: RuleState,
-    inputs: CriterionInput,
-    ids: Int[Tensor, " k"],
-    losses: Float[Tensor, " k"],
+    state: RuleState, inputs: CriterionInput, ids: Int[Tensor, " k"], losses: Float[Tensor, " k"]
 ) -> tuple[RuleState, Float[Tensor, " k"]]:
     """Add this round's losses to the state; return each peer's average."""
     kept_ids, is_kept, position = match_history(state, inputs, ids)
@@ -121,11 +118,7 @@ def _average_losses(
 
 
 def _layerwise_average(
-    x: Float[Tensor, "k b"],
-    first: int,
-    *,
-    weights: Float[Tensor, "k l"],
-    sizes: tuple[int, ...],
+    x: Float[Tensor, "k b"], first: int, *, weights: Float[Tensor, "k l"], sizes: tuple[int, ...]
 ) -> Float[Tensor, " b"]:
     """Average a block of columns with weights that vary by layer."""
     average = x.new_empty(x.shape[1])

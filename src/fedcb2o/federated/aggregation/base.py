@@ -268,9 +268,7 @@ def apply(
 
 
 def aggregate(
-    models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    outcome: Float[Tensor, " m"] | Reduction,
+    models: Float[Tensor, "p d"], rows: Int[Tensor, " m"], outcome: Float[Tensor, " m"] | Reduction
 ) -> Float[Tensor, " d"]:
     """Compute the aggregate of the rows that a rule got from its outcome, not all 0."""
     if isinstance(outcome, Reduction):
@@ -385,7 +383,7 @@ def _warn_of_clipping(name: str, f: int, needed: int | str, m: int, count: int) 
     _LOGGER.warning(
         "%s with f = %d needs %s models, and there are %d: f = %d is assumed, and the guarantee for"
         " f = %d does not hold.",
-        name, f, needed, m, count, f,
+        name, f, needed, m, count, f
     )  # fmt: skip
 
 

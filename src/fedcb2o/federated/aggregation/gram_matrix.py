@@ -27,7 +27,6 @@ def column_blocks(
     rows: Int[Tensor, " m"] | None = None,
     *,
     extra: Float[Tensor, "e d"] | None = None,
-    columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Iterator[tuple[int, Float[Tensor, "m b"]]]:
     """Iterate over blocks of columns of models (and `extra` ones), each with its first column.
@@ -35,7 +34,7 @@ def column_blocks(
     A block is a view if the rows are consecutive, else a copy in one reused buffer, valid until the
     next block. By default it fits the cache.
     """
-    start, stop = columns or (0, models.shape[1])
+    d = models.shape[1]
     num_extra = 0 if extra is None else len(extra)
     first, count = 0, len(models)
     if rows is not None:
@@ -47,11 +46,11 @@ def column_blocks(
 
     if size is None:
         size = _block_width(count + num_extra, models.device)
-    num_buffered = 0 if is_view else (count + num_extra) * min(size, max(0, stop - start))
+    num_buffered = 0 if is_view else (count + num_extra) * min(size, d)
     buffer = models.new_empty(num_buffered)
 
-    for a in range(start, stop, size):
-        b = min(a + size, stop)
+    for a in range(0, d, size):
+        b = min(a + size, d)
         if is_view:
             yield a, models[first : first + count, a:b]
             continue
@@ -78,7 +77,6 @@ def gram(
     *,
     extra: Float[Tensor, "e d"] | None = None,
     last: int | None = None,
-    columns: tuple[int, int] | None = None,
     size: int | None = None,
 ) -> Float[Tensor, "k k"]:
     """Compute the Gram matrix X X^T in float64 on the CPU.
@@ -103,7 +101,7 @@ def gram(
     total = torch.zeros(k, k if last is None else last, dtype=torch.float64, device=device)
     squares = torch.zeros(k, dtype=torch.float64, device=device)
     buffer = torch.empty(k * min(size, models.shape[1]), dtype=torch.float64, device=device)
-    for _, block in column_blocks(models, rows, extra=extra, columns=columns, size=size):
+    for _, block in column_blocks(models, rows, extra=extra, size=size):
         x = buffer[: block.numel()].view(block.shape).copy_(block)
         if last is None:
             total.addmm_(x, x.T)

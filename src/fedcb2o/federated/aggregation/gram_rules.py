@@ -23,21 +23,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError, require
-from fedcb2o.federated.aggregation.base import (
-    rule_signature,
-    validate_byzantine_count,
-)
+from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import mean_around_median
 from fedcb2o.federated.types import Reduction
 
-__all__ = [
-    "bulyan",
-    "geometric_median",
-    "krum",
-    "mean",
-    "multi_krum",
-    "sageflow",
-]
+__all__ = ["bulyan", "geometric_median", "krum", "mean", "multi_krum", "sageflow"]
 
 
 def squared_distances(gram: Float[Tensor, "m m"]) -> Float[Tensor, "m m"]:

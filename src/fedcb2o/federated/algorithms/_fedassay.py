@@ -11,11 +11,7 @@ from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.plugins import PluginChoice
 
 DEFAULT_GUARDS = Guards(
-    newcomer_share=0.33,
-    max_distance=1.3,
-    min_distance=0.75,
-    interpolation=0.5,
-    loss_tolerance=2.0,
+    newcomer_share=0.33, max_distance=1.3, min_distance=0.75, interpolation=0.5, loss_tolerance=2.0
 )
 """Guards of FedAssay; the section `algorithm.guards` changes them."""
 

@@ -166,10 +166,7 @@ def _level(
     if delta_q is not None:
         require("delta_q", delta_q, 0 <= delta_q < float("inf"), "0 or more")
     return functools.partial(
-        consensus.sublevel_mask,
-        beta=beta,
-        delta_q=delta_q or 0.0,
-        averaged=quantile == "averaged",
+        consensus.sublevel_mask, beta=beta, delta_q=delta_q or 0.0, averaged=quantile == "averaged"
     )
 
 

@@ -56,11 +56,7 @@ from fedcb2o.federated.attacks.rule_attacks import (
     optimal_ipm,
 )
 from fedcb2o.federated.attacks.text_poisoning import ON_ANSWERS as ON_ANSWERS
-from fedcb2o.federated.attacks.text_poisoning import (
-    swapped_answers,
-    topic_poison,
-    trigger_phrase,
-)
+from fedcb2o.federated.attacks.text_poisoning import swapped_answers, topic_poison, trigger_phrase
 from fedcb2o.federated.attacks.text_poisoning import wanted_answers as wanted_answers
 
 __all__ = [

@@ -20,9 +20,7 @@ _MIN_CLASS_LOSS = 1e-300  # makes all shares equal if all losses are 0
 
 @batched
 def class_loss_gap(
-    inputs: CriterionInput,
-    *,
-    absent: Literal["masked", "zero"] = "masked",
+    inputs: CriterionInput, *, absent: Literal["masked", "zero"] = "masked"
 ) -> Float[Tensor, "*a m"]:
     """Compute the paper's G_j: the largest class-loss gap to the agent's own model.
 

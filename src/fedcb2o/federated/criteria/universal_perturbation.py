@@ -33,12 +33,7 @@ MAX_SAMPLES = 256  # validation samples on which the loss increase is measured
 
 
 def loss_increases(
-    context: AgentContext,
-    models: Received,
-    pixels: int,
-    samples: int,
-    steps: int,
-    blend: float,
+    context: AgentContext, models: Received, pixels: int, samples: int, steps: int, blend: float
 ) -> Float[Tensor, "m n"]:
     """Measure each model's loss increases, on `MAX_SAMPLES`, under the perturbation worst for it.
 
@@ -193,10 +188,7 @@ def _classes_per_pass(y: Int[Tensor, " n"]) -> int:
 
 
 def paint(
-    x: Shaped[Tensor, "..."],
-    *,
-    signs: Float[Tensor, "..."],
-    value_range: ValueRange | None = None,
+    x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."], value_range: ValueRange | None = None
 ) -> Shaped[Tensor, "..."]:
     """Paint pixels white or black by the sign of `signs`, which broadcast to the images."""
     black, white = value_range or pixel_range(x)
