@@ -60,9 +60,7 @@ class RemovedError(RunError):
 
 def describe_type(value: object) -> str:
     """Return "a list" or "None": a function without `return` returns None."""
-    if value is None:
-        return "None"
-    return f"a {type(value).__name__}"
+    return "None" if value is None else f"a {type(value).__name__}"
 
 
 def require(name: str, value: T, is_valid: bool, requirement: str) -> T:

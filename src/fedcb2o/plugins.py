@@ -50,8 +50,8 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 # Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
 _TYPO_CUTOFF = 0.81
 
+# Bases of language models that are in fedcb2o or in an installed package.
 _BUILT_IN_BASES = ("tiny", "smollm2")
-"""Bases of language models that are in fedcb2o or in an installed package."""
 
 F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
@@ -418,9 +418,7 @@ def resolve_and_bind(
     kind: str, choice: PluginChoice, namespace: types.ModuleType, *, deferred: Iterable[str] = ()
 ) -> functools.partial[Any]:
     """Return the function of a name or a table {name = ..., parameter = ...}, bound."""
-    table: dict[str, Any] = {"name": choice}
-    if isinstance(choice, Mapping):
-        table = dict(choice)
+    table: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     if "name" not in table:
         raise ConfigError(f"the {kind} has no `name`: {table}")
 

@@ -135,9 +135,7 @@ class PieceTokenizer:
 @functools.cache
 def tokenizer(base: str, vocabulary: int | None = None) -> Tokenizer:
     """Return the tokenizer of a base, whose answers have the `vocabulary` most frequent tokens."""
-    if base == TINY:
-        return ByteTokenizer()
-    return PieceTokenizer(base_folder(base), vocabulary)
+    return ByteTokenizer() if base == TINY else PieceTokenizer(base_folder(base), vocabulary)
 
 
 def encode(tokens: Tokenizer, prompt: str, answer: str, places: tuple[int, int]) -> list[int]:

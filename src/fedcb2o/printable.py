@@ -11,13 +11,11 @@ import textwrap
 import traceback
 import unicodedata
 
+# Unicode's categories of control characters, of formats such as the direction of letters, and of
+# halves of characters.
 _NOT_SHOWN = ("Cc", "Cf", "Cs")
-"""Unicode's categories of control characters, of formats such as the direction of letters, and of
-halves of characters."""
-_JOINERS = "\u200c\u200d"
-"""Formats that scripts and emoji need. They act on their neighbours only."""
-_MAX_LINE = 5000
-"""Characters of a log line."""
+_JOINERS = "\u200c\u200d"  # formats that scripts and emoji need; they act on their neighbours only
+_MAX_LINE = 5000  # characters of a log line
 
 
 def printable(text: str) -> str:

@@ -18,9 +18,7 @@ _ERROR_HANDLER = "fedcb2o_escape"
 
 def encodable(text: str, encoding: str | None) -> str:
     r"""Return a text in which characters that an encoding lacks are escaped as in Python."""
-    if encoding is None:
-        return text
-    return text.encode(encoding, _ERROR_HANDLER).decode(encoding)
+    return text if encoding is None else text.encode(encoding, _ERROR_HANDLER).decode(encoding)
 
 
 def _escape_characters(error: UnicodeError) -> tuple[str, int]:

@@ -19,6 +19,7 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 
 _FLOAT64 = np.dtype(np.float64)
+# Kinds of NumPy types that are not real numbers, with the cure.
 _KINDS = {
     "c": "complex numbers: take the real part or the absolute value",
     "U": "words",
@@ -27,7 +28,6 @@ _KINDS = {
     "m": "durations: take numbers of seconds or days",
     "V": "records with several fields: take one of them",
 }
-"""Kinds of NumPy types that are not real numbers, with the cure."""
 
 _MISSING = {"NAType", "NaTType"}  # types of pandas's missing values
 

@@ -8,7 +8,7 @@ from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o.data import Shard
-from fedcb2o.federated.local_update import local_update_, mini_batches
+from fedcb2o.federated.local_update import batched_mini_batches, local_update_
 from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
@@ -43,25 +43,30 @@ def test_momentum_is_not_carried_over():
     assert theta[0].item() == pytest.approx(0.25 - (p - 0.75), abs=1e-6)
 
 
+def mini_batches(n, training):
+    batches = batched_mini_batches([n], training, [stream(0, "x")], torch.device("cpu"))
+    return [batch[0].tolist() for batch in batches]
+
+
+def sizes(n, training):
+    return [len(batch) for batch in mini_batches(n, training)]
+
+
 def test_batches_cover_every_epoch_and_steps_cycle():
-    sizes = [len(batch) for batch in mini_batches(10, TRAINING, stream(0, "x"))]
-    assert sizes == [4, 4, 2] * 3
-    first = [
-        i for batch in list(mini_batches(10, TRAINING, stream(0, "x")))[:3] for i in batch.tolist()
-    ]
+    assert sizes(10, TRAINING) == [4, 4, 2] * 3
+    first = [i for batch in mini_batches(10, TRAINING)[:3] for i in batch]
     assert sorted(first) == list(range(10))
     steps = Training(
         gamma=0.5, lambda2=1.0, momentum=0.0, batch_size=4, local_epochs=3, local_steps=7
     )
-    result = [len(batch) for batch in mini_batches(10, steps, stream(0, "x"))]
-    assert result == [4, 4, 2, 4, 4, 2, 4]
+    assert sizes(10, steps) == [4, 4, 2, 4, 4, 2, 4]
 
 
 def test_a_single_last_sample_joins_the_previous_batch_for_batch_norms():
     joined = TRAINING.model_copy(update={"accepts_single_sample": False})
-    assert [len(batch) for batch in mini_batches(9, TRAINING, stream(0, "x"))][:3] == [4, 4, 1]
-    assert [len(batch) for batch in mini_batches(9, joined, stream(0, "x"))][:3] == [4, 5, 4]
-    assert [len(batch) for batch in mini_batches(10, joined, stream(0, "x"))][:3] == [4, 4, 2]
+    assert sizes(9, TRAINING)[:3] == [4, 4, 1]
+    assert sizes(9, joined)[:3] == [4, 5, 4]
+    assert sizes(10, joined)[:3] == [4, 4, 2]
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])

@@ -170,9 +170,7 @@ def _usage_message(error: Any) -> str:
         return ""
     if not text.endswith((".", "?")):
         text += "."
-    command_path = "fedcb2o"
-    if error.ctx:
-        command_path = error.ctx.command_path
+    command_path = error.ctx.command_path if error.ctx else "fedcb2o"
     return f"{text} See `{command_path} --help`."
 
 

@@ -12,13 +12,13 @@ from fedcb2o.cli import completion
 from fedcb2o.errors import ConfigError
 from fedcb2o.safe_stdio import encodable
 
+# Headings of the presets by the beginning of their names.
 _GROUPS = {
     "digits": "Digits of scikit-learn, seconds",
     "emnist-small": "Reduced EMNIST, minutes a seed",
     "emnist": "EMNIST at the paper's full size, hours, or minutes on a GPU",
     "": "Agents with data of their own, seconds to a minute",
 }
-"""Headings of the presets by the beginning of their names."""
 
 
 def presets(

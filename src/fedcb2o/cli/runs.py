@@ -24,10 +24,9 @@ if TYPE_CHECKING:
     from fedcb2o.records import Run
 
 _LOGGER = logging.getLogger(__name__)
+# Sections of a run that may name functions.
 _CODE_SECTIONS = ("agents", "algorithm", "attack", "data", "metrics", "model", "training")
-"""Sections of a run that may name functions."""
-_MAX_SEEDS = 100_000
-"""Largest number of seeds in a range."""
+_MAX_SEEDS = 100_000  # largest number of seeds in a range
 
 
 class _AgentSummary(StrEnum):

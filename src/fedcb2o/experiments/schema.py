@@ -52,6 +52,7 @@ from fedcb2o.nn import architectures
 
 _Schema = dict[str, Any]
 
+# The built-in functions that a key may name.
 _CATALOGUES: Mapping[str, ModuleType] = {
     "data": sets,
     "model": architectures,
@@ -68,7 +69,6 @@ _CATALOGUES: Mapping[str, ModuleType] = {
     "selection": selection,
     "pre_step": preaggregation,
 }
-"""The built-in functions that a key may name."""
 KINDS = tuple(_CATALOGUES)
 """Kinds of built-in functions."""
 

@@ -212,9 +212,7 @@ def next_likelihood(
     gain: np.ndarray = decay.numpy() * finite
     is_first = np.isnan(P)
     average: np.ndarray = (1 - algorithm.zeta) * np.where(is_first, 0.0, P) + algorithm.zeta * gain
-    if algorithm.first_contact == "whole":
-        return np.where(is_first, gain, average)
-    return average
+    return np.where(is_first, gain, average) if algorithm.first_contact == "whole" else average
 
 
 def track_own_likelihood(

@@ -163,9 +163,7 @@ class CandidatePeers:
     def ids(self, k: int) -> Int[np.ndarray, " c"]:
         """Return a copy of the candidates of the agent at index k, ascending."""
         ids = self.lists[int(self.list_index[k])]
-        if self.excluded[k] < len(ids):
-            return np.delete(ids, self.excluded[k])
-        return ids.copy()
+        return np.delete(ids, self.excluded[k]) if self.excluded[k] < len(ids) else ids.copy()
 
     def find(
         self, agents: Indices, ids: Int[np.ndarray, " k"]

@@ -53,8 +53,8 @@ class Interpolation:
         return torch.lerp(models[self.own], thetas, self.share)
 
 
+# (tensors of m networks [m, ...], samples [m, n, ...] or [1, n, ...]) -> outputs [m, n, ...].
 _BatchedForward = Callable[[Sequence[Tensor], Tensor], Tensor]
-"""(tensors of m networks [m, ...], samples [m, n, ...] or [1, n, ...]) -> outputs [m, n, ...]."""
 
 
 def logits(
@@ -217,9 +217,7 @@ def dense_layers(module: nn.Module, dim: int) -> list[nn.Module]:
     ) and not any(part._forward_hooks or part._forward_pre_hooks for part in module.modules())
     # A layer that is used twice counts twice: the sum is then above the model's length.
     is_used_once = sum(p.numel() for layer in layers for p in layer.parameters()) == dim
-    if is_plain and is_used_once and type(layers[0]) is nn.Flatten:
-        return layers
-    return []
+    return layers if is_plain and is_used_once and type(layers[0]) is nn.Flatten else []
 
 
 def _dense_logits(

@@ -11,7 +11,8 @@ with the gradients of `privacy`. In training, bits may depend on the other agent
 that batches are planned once, from all agents alone.
 
 >>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
->>> [len(batch) for batch in mini_batches(10, training, np.random.default_rng(0))]
+>>> draws = [np.random.default_rng(0)]
+>>> [b.shape[1] for b in batched_mini_batches([10], training, draws, torch.device("cpu"))]
 [4, 4, 2, 4, 4, 2]
 >>> training_batches(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), 10, [8, 5, 8])
 [[0, 2], [1]]
@@ -166,9 +167,7 @@ def local_update_(
 
 def _dense(gradient: Tensor) -> Tensor:
     """Return a dense gradient whose numbers are in order, as fused SGD reads them."""
-    if gradient.is_sparse:
-        return gradient.to_dense()
-    return gradient.contiguous()
+    return gradient.to_dense() if gradient.is_sparse else gradient.contiguous()
 
 
 def _make_step(
@@ -339,21 +338,13 @@ def training_batches(
     return batches
 
 
-def mini_batches(
-    n: int, training: Training, draw: np.random.Generator
-) -> list[Int[np.ndarray, " b"]]:
-    """Draw the mini-batches of one LocalUpdate (alg:FedCB2O), shuffled anew in every epoch."""
-    batches = batched_mini_batches([n], training, [draw], torch.device("cpu"))
-    return [batch[0].numpy() for batch in batches]
-
-
 def batched_mini_batches(
     counts: Sequence[int],
     training: Training,
     draws: Sequence[np.random.Generator],
     device: torch.device,
 ) -> tuple[Int[Tensor, "a b"], ...]:
-    """Draw batches of several agents; one with fewer samples repeats its last at an epoch's end."""
+    """Draw the mini-batches of several agents (alg:FedCB2O), shuffled anew in every epoch."""
     n = max(counts)
     num_full, rest = divmod(n, training.batch_size)
     epoch = [training.batch_size] * num_full + [rest] * (rest > 0)
@@ -369,6 +360,7 @@ def batched_mini_batches(
     for count, draw in zip(counts, draws, strict=True):
         for _ in range(epochs):
             order = draw.permutation(count)
+            # An agent with fewer samples repeats its last one, for tensors of one width.
             orders.append(np.pad(order, (0, n - count), "edge") if count < n else order)
 
     widths = (epoch * epochs)[:steps]

@@ -103,9 +103,7 @@ class Component(BaseModel):
 
 def as_component(value: Any) -> Any:
     """Return {"name": value} for a name or a function, else the value."""
-    if isinstance(value, str) or callable(value):
-        return {"name": value}
-    return value
+    return {"name": value} if isinstance(value, str) or callable(value) else value
 
 
 class AgentsSection(Section):
@@ -242,9 +240,7 @@ class AgentsSection(Section):
     @property
     def benign_counts(self) -> tuple[int, ...]:
         """Number of benign agents in each cluster."""
-        if isinstance(self.benign, int):
-            return (self.benign,) * self.num_clusters
-        return self.benign
+        return (self.benign,) * self.num_clusters if isinstance(self.benign, int) else self.benign
 
     @property
     def malicious_counts(self) -> tuple[int, ...]:

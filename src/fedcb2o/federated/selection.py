@@ -25,8 +25,8 @@ __all__ = ["everyone", "prob_sampling", "uniform"]
 
 _NO_INDICES = np.zeros(0, np.int64)
 
+# (contacts, candidates, budget, generators, *, ...) -> peers to ask, with one list per agent.
 _BatchedSelect = Callable[..., Ragged]
-"""(contacts, candidates, budget, generators, *, ...) -> peers to ask, with one list per agent."""
 
 BATCHED_SELECTION = Declaration[_BatchedSelect]("at_once")
 
@@ -220,8 +220,7 @@ def _merge(first: Ragged, second: Ragged) -> Ragged:
     return Ragged(values[np.lexsort((values, agents))], first.sizes + second.sizes)
 
 
-_EXTRA_INPUTS = ("n", "me")
-"""Further inputs of a user's selection: the round, and the agent's id."""
+_EXTRA_INPUTS = ("n", "me")  # further inputs of a user's selection: the round, and the agent's id
 
 
 def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:

@@ -278,6 +278,7 @@ class CriterionInput:
         return self.losses_of(self.received, transform)
 
 
+# Fields of `CriterionInput` with an axis over agents.
 _PER_AGENT = (
     "losses",
     "own_losses",
@@ -287,7 +288,6 @@ _PER_AGENT = (
     "previous",
     "tolerated",
 )
-"""Fields of `CriterionInput` with an axis over agents."""
 
 Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[Tensor, " s"]]
 """(contacts, candidates, budget, generator) -> ids of the peers to ask, A_n."""

@@ -34,10 +34,10 @@ INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
 """Files that are written when a seed begins."""
 LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
 """Files that grow with every round."""
+# Files that exist, and change no more, when a seed has finished.
 _FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
-"""Files that exist, and change no more, when a seed has finished."""
+# Files that may be missing, because nothing else depends on them.
 _OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
-"""Files that may be missing, because nothing else depends on them."""
 NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every")
 """Settings that no number of a round depends on."""
 
@@ -68,9 +68,7 @@ class Manifest:
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
         """Record the first checkpoint of the seed."""
-        if self.rounds:
-            return self
-        return replace(self, rounds=rounds)._write(folder)
+        return self if self.rounds else replace(self, rounds=rounds)._write(folder)
 
     def finish(self, folder: Path, rounds: int, logs: Mapping[str, Checksum]) -> "Manifest":
         """Write the manifest of a seed that has finished all its rounds."""

@@ -26,8 +26,7 @@ from fedcb2o.safe_files import (
 
 PRIVATE_FILE, PRIVATE_FOLDER = 0o600, 0o700
 """Modes of everything that holds models, keys or records of data."""
-_DESCRIPTOR_SECONDS = 30.0
-"""Time to wait for a free descriptor."""
+_DESCRIPTOR_SECONDS = 30.0  # time to wait for a free descriptor
 _TEMPORARY_SUFFIX = ".tmp"
 _MAX_JSON_BYTES = 2**28
 _HARD_LINK_REMEDY = (
@@ -243,6 +242,7 @@ def write_error(path: Path, error: Exception) -> RunError:
 
 
 _RERUN_ADVICE = "restore it, or move {seed} away: --resume then runs it again, with the same bits"
+# Remedy for each damaged file of a seed or a grid that loses nothing else.
 _REMEDIES = {
     "cells.json": "`fedcb2o bench` of the grid with this --out and --resume makes it again",
     "checkpoint.safetensors": f"records and figures do without it; {_RERUN_ADVICE}",
@@ -259,7 +259,6 @@ _REMEDIES = {
     ),
     "timing.jsonl": "restore it, or remove it to do without its seconds",
 }
-"""Remedy for each damaged file of a seed or a grid that loses nothing else."""
 
 
 def rerun_advice(folder: Path) -> str:

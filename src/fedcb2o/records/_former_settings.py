@@ -13,20 +13,21 @@ Example:
 from collections.abc import Mapping
 from typing import Any
 
+# Original name of a plug-in to its current name.
 _PLUGINS: Mapping[str, str] = {"trash": "random_model"}
-"""Original name of a plug-in to its current name."""
 
+# Original names of a plug-in's parameters to the current ones, by the name of the plug-in.
 _PARAMETERS: Mapping[str, Mapping[str, str]] = {
     "by_rule": {"judges": "needs_losses"},
     "ifca": {"trial": "trial_rounds"},
     "mimic": {"whom": "agent", "clusters_on": "cluster_offset"},
     "hybrid_sparse": {"kept": "kept_share"},
 }
-"""Original names of a plug-in's parameters to the current ones, by the name of the plug-in."""
+# The same for changes of a plug-in that do not name it.
 _ANY_PARAMETER = {old: new for table in _PARAMETERS.values() for old, new in table.items()}
-"""The same for changes of a plug-in that do not name it."""
 
 _ALGORITHM_2 = ("fedcb2o", "fedcbo")
+# Original parameters of fedcb2o and fedcbo to the guards that replace them.
 _GUARDS = {
     "tested": "loss_tolerance",
     "loss_tolerance": "loss_tolerance",
@@ -37,15 +38,13 @@ _GUARDS = {
     "judged_at": "interpolation",
     "interpolation": "interpolation",
 }
-"""Original parameters of fedcb2o and fedcbo to the guards that replace them."""
 
+# Removed parameters of fedcb2o and fedcbo.
 _REMOVED = ("point", "counts_from", "min_contacts", "likelihood")
-"""Removed parameters of fedcb2o and fedcbo."""
-_REMOVED_FROM_GAP = ("z", "against")
-"""Removed parameters of class_loss_gap."""
+_REMOVED_FROM_GAP = ("z", "against")  # removed parameters of class_loss_gap
 
+# Original parameters of fedcb2o and fedcbo with the defaults that old digests contain.
 _ORIGINAL = {"judged_at": 1.0, "counts_from": "first", "point": "mean", "likelihood": "loss"}
-"""Original parameters of fedcb2o and fedcbo with the defaults that old digests contain."""
 
 
 def current_settings(settings: Mapping[str, Any]) -> dict[str, Any]:

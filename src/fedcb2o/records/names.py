@@ -7,8 +7,8 @@
 import hashlib
 import re
 
+# Characters of a part of a file name. File systems allow 255 bytes, suffixes included.
 _MAX_SLUG = 200
-"""Characters of a part of a file name. File systems allow 255 bytes, suffixes included."""
 
 
 def slug(text: str) -> str:

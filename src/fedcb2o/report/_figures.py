@@ -83,9 +83,7 @@ def source_counts(runs: Sequence[Run]) -> Figure | None:
         The figure, or None without such samples.
     """
     panels = source_count_panels(runs)
-    if not panels.draw_functions:
-        return None
-    return draw_panels(panels)
+    return draw_panels(panels) if panels.draw_functions else None
 
 
 def peer_panels(runs: Sequence[Run]) -> Panels:
@@ -96,9 +94,7 @@ def peer_panels(runs: Sequence[Run]) -> Panels:
         for value, words in (("frequency", "how often received"), ("share", "weight given")):
             letter = _PANEL_LETTERS[len(panels) % len(_PANEL_LETTERS)]
             title = f"({letter}) {figure_title(run, label)}: {words}"
-            chance = None
-            if value == "frequency" and len(statistics):
-                chance = _chance_frequency(run)
+            chance = _chance_frequency(run) if value == "frequency" and len(statistics) else None
             # Equal axes, so that runs compare by eye.
             top = _axis_maximum(tables, value)
             panels.append(partial(_draw_peer_kinds, statistics, value, title, chance, top))
@@ -250,9 +246,7 @@ def _draw_peer_kinds(
             chance, color="0.35", linewidth=1, linestyle=style, label="at random", zorder=1.5
         )
     ax.set_title(title)
-    unit = "weight"
-    if value == "frequency":
-        unit = "rounds"
+    unit = "rounds" if value == "frequency" else "weight"
     ax.set_ylabel(f"share of {unit}, per peer")
     ax.yaxis.set_major_formatter(percent_formatter())
     ax.set_ylim(0, top)

@@ -20,8 +20,8 @@ _CELL_WIDTH = 0.56  # inches
 _CELL_HEIGHT = 0.42  # inches
 _COLUMN_GAP = 0.25  # cells
 MAX_NAME_LENGTH = 40  # characters
+# Distances to a good value, and the shades for them.
 _SHADE_SCALE = ((0.0, 0.05, 0.1, 0.2, 0.5, 1.0), (0.0, 0.28, 0.5, 0.75, 0.9, 1.0))
-"""Distances to a good value, and the shades for them."""
 _WHITE = (1.0, 1.0, 1.0, 1.0)
 _MIN_BRIGHTNESS_FOR_BLACK = 0.45
 
@@ -54,17 +54,13 @@ def draw_heat_map(
     spreads = half_widths.to_numpy(float)
     for (i, j), value in np.ndenumerate(means.to_numpy(float)):
         has_value = bool(np.isfinite(value))
-        colour = _WHITE
-        if has_value:
-            colour = tuple(palette(intensities[i, j]))
+        colour = tuple(palette(intensities[i, j])) if has_value else _WHITE
         ax.add_patch(Rectangle((x[j], i), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
         if has_value:
             text = _percent(value)
             if _is_set(marked, i, j):
                 text += "†"
-            ink = "0.1"
-            if _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK:
-                ink = "white"
+            ink = "white" if _luminance(colour) < _MIN_BRIGHTNESS_FOR_BLACK else "0.1"
             _draw_number(ax, (x[j] + 0.5, float(i)), text, float(spreads[i, j]), ink)
         elif _is_set(failed, i, j):
             _draw_failed(ax, (x[j] + 0.5, i + 0.5))
@@ -97,9 +93,7 @@ def _is_set(flags: pd.DataFrame | None, i: int, j: int) -> bool:
 
 def _percent(value: float) -> str:
     text = f"{100 * value:z.1f}".replace("-", "−")
-    if abs(value) > 0.9995:
-        return text.removesuffix(".0")
-    return text
+    return text.removesuffix(".0") if abs(value) > 0.9995 else text
 
 
 def _draw_number(ax: Axes, top: tuple[float, float], text: str, half: float, color: str) -> None:

@@ -6,8 +6,7 @@ import pandas as pd
 
 from fedcb2o.report._statistics import CONFIDENCE, interval_half_width, seed_statistics
 
-_HARM_METRICS = ("lost", "success")
-"""Effects of an attack; 0 or less means no harm."""
+_HARM_METRICS = ("lost", "success")  # effects of an attack; 0 or less means no harm
 
 
 def harm_bounds(rows: pd.DataFrame, attacks: Sequence[str]) -> pd.DataFrame:

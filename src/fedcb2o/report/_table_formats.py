@@ -13,11 +13,10 @@ from rich.text import Text
 from fedcb2o.report._html import render_block
 from fedcb2o.report.tables import LABELS
 
+# A value with its interval, the case it belongs to, and a mark.
 _VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")
-"""A value with its interval, the case it belongs to, and a mark."""
 _PROSE_LENGTH = 40  # a column with a longer cell that is no value is prose
-_MAX_LABEL = 60
-"""Characters of a run's label in a figure or a table for the terminal."""
+_MAX_LABEL = 60  # characters of a run's label in a figure or a table for the terminal
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
 _HEADINGS = {
     **{
@@ -64,9 +63,7 @@ def to_readable(table: pd.DataFrame, *, empty: Sequence[str] = ()) -> pd.DataFra
 
 def shorten_label(label: str) -> str:
     """Cut a label to 60 characters for figures and terminals by leaving out its middle."""
-    if len(label) <= _MAX_LABEL:
-        return label
-    return f"{label[: _MAX_LABEL - 20]} … {label[-17:]}"
+    return label if len(label) <= _MAX_LABEL else f"{label[: _MAX_LABEL - 20]} … {label[-17:]}"
 
 
 def to_rich(

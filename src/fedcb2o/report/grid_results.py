@@ -46,8 +46,8 @@ RUN_METRICS = [
 ]
 """Metrics of every run. Columns such as accuracy_cluster_1 follow, one per metric and cluster."""
 
+# Digits of a metric: more than a table shows, and small files for version control.
 _SIGNIFICANT_DIGITS = 5
-"""Digits of a metric: more than a table shows, and small files for version control."""
 
 BASELINES = {"clean": "Attackers clean", "removed": "Attackers removed"}
 """Columns without attack, by the role of malicious agents."""

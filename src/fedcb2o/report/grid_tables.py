@@ -266,12 +266,8 @@ def tuning_table(results: GridResults) -> pd.DataFrame:
     for defence, choice in results.tuning.items():
         candidates = zip(choice["asked"]["candidates"], choice["scores"], strict=True)
         for i, (changes, score) in enumerate(candidates):
-            chosen = ""
-            if i == choice["best"]:
-                chosen = "yes" + ", at an end" * choice["at_end"]
-            text = "failed"
-            if score is not None:
-                text = f"{100 * score:.2f}"
+            chosen = "yes" + ", at an end" * choice["at_end"] if i == choice["best"] else ""
+            text = f"{100 * score:.2f}" if score is not None else "failed"
             rows.append((defence, describe_changes(changes), text, chosen))
     columns = ["Defence", "Candidate", "Score", "Chosen"]
     return pd.DataFrame(rows, columns=columns).set_index("Defence")
@@ -337,9 +333,7 @@ def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.S
     marks = []
     for defence, attack in zip(statistics.index, statistics.attack, strict=True):
         # A column of both metrics has a name such as "Label flip, accuracy".
-        column = attack
-        if attack not in exceeded:
-            column = attack.rpartition(", ")[0]
+        column = attack.rpartition(", ")[0] if attack not in exceeded else attack
         marks.append(_EXCEEDED_MARK * bool(exceeded.at[defence, column]))
     return texts + pd.Series(marks, statistics.index, dtype=object)
 
@@ -349,9 +343,7 @@ def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd
     statistics = seed_statistics(view.rows, value)
     worst = worst_attack(statistics, attacks, highest=_is_high_worse(value))
     rows = statistics.loc[list(worst.items())].reset_index("attack")
-    if rows.empty:
-        return pd.Series(dtype=object)
-    return _format_with_column(view, rows)
+    return pd.Series(dtype=object) if rows.empty else _format_with_column(view, rows)
 
 
 def _mean_over_attacks(view: SettingResults, value: str) -> "pd.Series[Any]":

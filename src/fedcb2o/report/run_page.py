@@ -34,6 +34,7 @@ from fedcb2o.report.tables import (
 _LOGGER = logging.getLogger(__name__)
 _MIN_AGENTS_FOR_TENTH = 11  # of ten agents the worst tenth is the worst agent
 
+# Definitions of the rows of the main table that may be missing.
 _METRIC_DEFINITIONS = {
     LABELS["gain"]: (
         "Gain over training alone is the accuracy minus that of the local baseline, in which every "
@@ -48,7 +49,6 @@ _METRIC_DEFINITIONS = {
         "fifth of the rounds."
     ),
 }
-"""Definitions of the rows of the main table that may be missing."""
 _MAX_TITLE = 60  # characters of the names of all runs in a page's title
 _WORST_CAPTION = (
     "As above, for the worst benign agent of each seed: the lowest accuracy, the highest attack "
@@ -244,9 +244,7 @@ def _add_settings(page: Page, names: Sequence[str], runs: Sequence[Run]) -> None
         page.show_table(table[is_different].rename_axis("Key"), title)
 
     shared = table.loc[~is_different].iloc[:, :1].set_axis(["Value"], axis="columns")
-    title = "Settings that all runs share"
-    if len(runs) == 1:
-        title = "All settings"
+    title = "All settings" if len(runs) == 1 else "Settings that all runs share"
     page.show_table(shared.rename_axis("Key"), title, collapsed=True)
 
     page.add_heading("Runs")

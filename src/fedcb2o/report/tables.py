@@ -42,8 +42,8 @@ LABELS = {
 }
 """Row labels of `compare`, in order."""
 AgentSummary = Literal["mean", "worst", "worst_tenth"]
+# Settings of the agents that a comparison needs to be equal.
 _SHAPE_KEYS = ("num_clusters", "benign", "malicious", "benign_samples", "malicious_samples")
-"""Settings of the agents that a comparison needs to be equal."""
 
 
 class ResultTable(pd.DataFrame):
@@ -281,9 +281,7 @@ def is_attacked(run: Run) -> bool:
 
 def find_clean_counterpart(run: Run, among: Sequence[Run] = ()) -> Run | None:
     """Find the run of agents that train cleanly, among runs or in the folder next to it."""
-    if not is_attacked(run):
-        return None
-    return _find_counterpart(run, among, "clean", _is_counterpart)
+    return _find_counterpart(run, among, "clean", _is_counterpart) if is_attacked(run) else None
 
 
 def _find_counterpart(
@@ -301,27 +299,21 @@ def _find_counterpart(
 
 def without_counterparts(runs: Sequence[Run]) -> list[Run]:
     """Return the runs except the clean counterparts of others."""
-    kept = []
-    for run in runs:
-        if not any(_is_counterpart(other, run) for other in runs):
-            kept.append(run)
-    return kept
+    return [run for run in runs if not any(_is_counterpart(other, run) for other in runs)]
 
 
 def run_labels(runs: Sequence[Run]) -> list[str]:
     """Return a unique title for each run."""
     titles = [run.title for run in runs]
-    labels = []
-    for run, title in zip(runs, titles, strict=True):
-        if titles.count(title) > 1:
-            title += f" ({run.folder.name})"
-        labels.append(title)
-    unique = []
-    for i, label in enumerate(labels):
-        if labels.count(label) > 1:
-            label += f" #{labels[: i + 1].count(label)}"
-        unique.append(label)
-    return unique
+    labels = [
+        f"{run.title} ({run.folder.name})" if titles.count(run.title) > 1 else run.title
+        for run in runs
+    ]
+    # Folders of different places may have one name.
+    return [
+        f"{label} #{labels[: i + 1].count(label)}" if labels.count(label) > 1 else label
+        for i, label in enumerate(labels)
+    ]
 
 
 def format_mean_interval(
@@ -358,9 +350,8 @@ def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
             return f"{unit}, at the last round of seed {seeds[0][0]}."
         seeds_text = f" ({', '.join(map(str, seeds[0]))})"
     else:
-        counts = []
-        for label, run_seeds in zip(run_labels(shown), seeds, strict=True):
-            counts.append(f"{label} {len(run_seeds)}")
+        labels = run_labels(shown)
+        counts = [f"{label} {len(own)}" for label, own in zip(labels, seeds, strict=True)]
         seeds_text = f", with a different number of seeds per run: {', '.join(counts)}"
     numbers = [len(run_seeds) for run_seeds in seeds]
     if max(numbers) < MIN_SEEDS:
@@ -382,9 +373,7 @@ def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
         plain |= {LABELS[name]: None for name in losses if not METRICS[name].is_percent}
         if over == "mean":
             plain |= dict.fromkeys(run.custom_metrics)
-    if not plain:
-        return "Percent"
-    return f"Percent, except {', '.join(plain)}"
+    return f"Percent, except {', '.join(plain)}" if plain else "Percent"
 
 
 def comparability_notes(runs: Sequence[Run]) -> list[str]:
@@ -425,24 +414,15 @@ def _describe_training_samples(run: Run) -> str:
     return "all samples of an agent"
 
 
-def _describe_seeds(run: Run) -> str:
-    return ", ".join(map(str, last_round(run.records).seed.unique())) or "none"
-
-
-def _describe_data(run: Run) -> str:
-    section = run.config.get("data", {})
-    return ", ".join(str(value) for value in section.values())
-
-
+# Conditions of a comparison, and their description for a run.
 _CONDITIONS: dict[str, Callable[[Run], str]] = {
-    "data": _describe_data,
+    "data": lambda run: ", ".join(map(str, run.config.get("data", {}).values())),
     "test set": lambda run: str(run.config.get("evaluate_on", "test")),
     "rounds": lambda run: str(run.config.get("rounds")),
     "agents": _describe_agents,
     "training samples": _describe_training_samples,
-    "seeds": _describe_seeds,
+    "seeds": lambda run: ", ".join(map(str, last_round(run.records).seed.unique())) or "none",
 }
-"""Conditions of a comparison, and their description for a run."""
 
 
 def incomplete_note(run: Run) -> str | None:
@@ -454,9 +434,7 @@ def incomplete_note(run: Run) -> str | None:
         f"seed {row.seed} at round {row.round} of {rounds}"
         for row in summary(run.records).itertuples()
     ]
-    state = "no round was evaluated yet"
-    if states:
-        state = f"read from {', '.join(states)}"
+    state = f"read from {', '.join(states)}" if states else "no round was evaluated yet"
     wanted = len(run.config.get("seeds", run.seeds))
     return (
         f"{run.title} ({run.folder.name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, "

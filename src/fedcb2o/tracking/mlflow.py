@@ -43,9 +43,7 @@ class MlflowWriter:
         if experiment:
             self.experiment = experiment.experiment_id
             return
-        artifacts = None
-        if uri is None:
-            artifacts = (self.root / "mlartifacts").as_uri()
+        artifacts = (self.root / "mlartifacts").as_uri() if uri is None else None
         self.experiment = self.client.create_experiment(name, artifacts)
 
     def begin(self, seed_run: SeedRun) -> int:
@@ -83,9 +81,7 @@ class MlflowWriter:
 
     def end(self, seed_run: SeedRun, complete: bool) -> None:
         """Set the status of the MLflow run."""
-        status = "KILLED"
-        if complete:
-            status = "FINISHED"
+        status = "FINISHED" if complete else "KILLED"
         self.client.set_terminated(self.ids[seed_run], status=status)
 
 

@@ -306,9 +306,7 @@ def _population_of_owners(
         ("evaluate_on", experiment.evaluate_on, "test"),
     ):
         if value != allowed:
-            cure = "leave it out"
-            if allowed is not None:
-                cure = f"set it to {allowed!r}"
+            cure = f"set it to {allowed!r}" if allowed is not None else "leave it out"
             raise ConfigError(
                 f"`{key}` is for agents that share out a pool, and these data have owners: {cure}"
             )

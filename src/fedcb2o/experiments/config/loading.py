@@ -24,12 +24,11 @@ from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
-_METHOD_SECTIONS = ("algorithm", "agents")
-"""Sections that a preset's title describes."""
+_METHOD_SECTIONS = ("algorithm", "agents")  # sections that a preset's title describes
+# Keys of these sections that no title describes: the share of samples that only validate.
 _SAMPLE_KEYS = ("agents.hold_out", "agents.validation")
-"""Keys of these sections that no title describes: the share of samples that only validate."""
+# Keys of other libraries, and the keys of the same meaning in an experiment.
 _KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
-"""Keys of other libraries, and the keys of the same meaning in an experiment."""
 
 
 def load(
@@ -94,8 +93,8 @@ def read_settings(
     return table, where
 
 
+# Parts that pydantic adds to the path of a key with values of several types.
 _UNION_BRANCHES = ("constrained-int", "constrained-float", "Guards")
-"""Parts that pydantic adds to the path of a key with values of several types."""
 
 
 def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
@@ -122,9 +121,7 @@ def describe_error(error: ValidationError, table: Mapping[str, Any]) -> str:
             f"digit, got {got}"
         )
     if kind == "model_type":
-        hint = ""
-        if key in ("data", "model"):
-            hint = ' (a function of your own: {"name": function})'
+        hint = ' (a function of your own: {"name": function})' if key in ("data", "model") else ""
         if key == "algorithm.guards":
             hint = ", or true or false"
         return f"`{key}` must be a section, with keys of its own{hint}, got {got}"

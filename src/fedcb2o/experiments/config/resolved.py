@@ -33,8 +33,8 @@ COMPONENT_SECTIONS = (
 )
 """The sections that name a function: key, word for it in messages, module of the built-in ones."""
 
+# The keys of an algorithm whose functions read models, with their words in messages.
 _MODEL_READING_KEYS = {"criterion": "criterion", "rule": "rule", "pre_step": "pre-step"}
-"""The keys of an algorithm whose functions read models, with their words in messages."""
 
 _Function = functools.partial[Any]
 _DEFAULT_TRANSFORM = functools.partial(transforms.rotation)

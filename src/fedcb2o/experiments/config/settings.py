@@ -203,9 +203,7 @@ class Experiment(Section):
     @field_validator("device")
     @classmethod
     def _cpu_is_default(cls, device: str | None) -> str | None:
-        if device == "cpu":
-            return None
-        return device
+        return None if device == "cpu" else device
 
     @model_validator(mode="before")
     @classmethod

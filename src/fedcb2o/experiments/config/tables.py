@@ -173,6 +173,4 @@ def parse_value(text: str) -> Any:
     except (ValueError, RecursionError) as error:  # thousands of digits, or of nested lists
         raise ConfigError(f"--set cannot read the value {text[:40]} ...: {error}") from error
     # The text had a line break and further keys, so it is no single value.
-    if len(table) > 1:
-        return text
-    return table["value"]
+    return text if len(table) > 1 else table["value"]

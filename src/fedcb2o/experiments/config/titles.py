@@ -29,9 +29,7 @@ def algorithm_title(section: AlgorithmSection, method: Part, algorithm: Algorith
     if "rule" in given:
         title = _text(given.pop("rule"))
     details = list(_details(section, method, algorithm, given))
-    if details:
-        return f"{title} ({', '.join(details)})"
-    return title
+    return f"{title} ({', '.join(details)})" if details else title
 
 
 def _details(

@@ -41,9 +41,7 @@ class TimeEstimate:
     def weight(self, cell: Cell) -> float:
         """Return the expected seconds; infinity for an unknown defence, which starts first."""
         seconds = self.seconds.get((cell.key.setting, cell.key.defence))
-        if seconds is None:
-            return inf
-        return fmean(seconds) * self.pending[cell.folder][1]
+        return inf if seconds is None else fmean(seconds) * self.pending[cell.folder][1]
 
     def remaining(self) -> float | None:
         """Return the expected seconds until the last cell has ended; None if unknown."""

@@ -46,11 +46,9 @@ from fedcb2o.safe_stdio import safe_streams
 
 _LOG = logging.getLogger(__name__)
 
+# A function (count, cells, on_result, on_idle) that runs cells, `count` at once. Each cell comes
+# with (experiment, folder). `on_result` gets the cell and (seconds, error).
 _MapCells = Callable[..., None]
-"""A function (count, cells, on_result, on_idle) that runs cells, `count` at once.
-
-Each cell comes with (experiment, folder). `on_result` gets the cell and (seconds, error).
-"""
 
 
 @dataclass(frozen=True)

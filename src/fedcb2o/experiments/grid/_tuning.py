@@ -22,16 +22,14 @@ from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.grid._baseline import Changes
 from fedcb2o.experiments.grid._definition import Grid
 
+# Per candidate the scores of the seeds by attack; None for one that could not run.
 _Scores = list[dict[str, list[float]] | None]
-"""Per candidate the scores of the seeds by attack; None for one that could not run."""
 
 
 def read_choices(folder: Path, plan: Grid) -> dict[str, Any]:
     """Read the choices in tuning.json; one over other candidates or seeds is a RunError."""
     path = folder / "tuning.json"
-    recorded = {}
-    if path.exists():
-        recorded = records.read_json_with_checksum(path)
+    recorded = records.read_json_with_checksum(path) if path.exists() else {}
     found = {}
     for defence, given in plan.candidates.items():
         if defence not in recorded:
@@ -56,10 +54,10 @@ def best_candidates(choices: Mapping[str, Any]) -> dict[str, int]:
 
 def with_added_candidates(plan: Grid, choices: Mapping[str, Any]) -> Grid:
     """Return the grid with the candidates that were added for the choices."""
-    added = {}
-    for defence, choice in choices.items():
-        given = len(plan.candidates[defence])
-        added[defence] = choice["asked"]["candidates"][given:]
+    added = {
+        defence: choice["asked"]["candidates"][len(plan.candidates[defence]) :]
+        for defence, choice in choices.items()
+    }
     return plan.model_copy(update={"added_candidates": added})
 
 
@@ -239,10 +237,10 @@ def _question(plan: Grid, defence: str) -> dict[str, Any]:
 
 def _seed_scores(folder: Path, seeds: Sequence[int]) -> list[float]:
     """Return accuracy minus attack success rate of each seed."""
-    scores = []
-    for summary in seed_summaries(folder, seeds):
-        scores.append(summary["accuracy"] - (summary["attack_success_rate"] or 0.0))
-    return scores
+    return [
+        summary["accuracy"] - (summary["attack_success_rate"] or 0.0)
+        for summary in seed_summaries(folder, seeds)
+    ]
 
 
 def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:

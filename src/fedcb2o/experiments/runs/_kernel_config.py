@@ -17,8 +17,8 @@ from fedcb2o.nn import memory_layout, parameters
 
 ENVIRONMENT = "environment.json"
 
+# The kernels of records from before a key existed.
 _DEFAULTS = {"linear": "torch", "layout": "contiguous", "convolution": "grouped", "together": None}
-"""The kernels of records from before a key existed."""
 
 
 def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:

@@ -40,8 +40,7 @@ _STALE_AFTER = 60.0  # seconds after which an unlocked folder was left by a kill
 _WRITTEN_LAST = (records.CHECKPOINT_FILE, "sums.json")
 
 Bytes = UInt8[np.ndarray, "..."]
-_Files = Mapping[str, Bytes]
-"""The contents of files, by their paths in a folder."""
+_Files = Mapping[str, Bytes]  # the contents of files, by their paths in a folder
 
 
 @dataclass(frozen=True)

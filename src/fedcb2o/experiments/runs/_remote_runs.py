@@ -50,8 +50,7 @@ _LOG = logging.getLogger(__name__)
 
 _JobId = TypeVar("_JobId")
 _Result = tuple[float, str | None]
-_DataSets = Sequence[tuple[Any, Dataset]]
-"""Data sets, each with the settings that name it."""
+_DataSets = Sequence[tuple[Any, Dataset]]  # data sets, each with the settings that name it
 
 MAX_RETRIES = 5  # of a run from one checkpoint, after its process or node was lost
 CHECKPOINT_INTERVAL = 60.0  # seconds between two transfers of files, if there is a new checkpoint

@@ -132,6 +132,4 @@ def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any
 
 def _value_text(settings: Mapping[str, Any], key: str) -> str:
     value = records.flatten(settings).get(key)
-    if value is None:
-        return "not set"
-    return repr(value)
+    return "not set" if value is None else repr(value)

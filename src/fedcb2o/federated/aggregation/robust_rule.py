@@ -24,8 +24,8 @@ from fedcb2o.nn import low_rank
 
 Space = Literal["parameters", "products"]
 
+# Inputs that a robust rule may name next to the Gram matrix or the columns.
 _EXTRA_INPUTS = ("losses", "entropies", "num_samples", "progress", "n", "draw", "heads")
-"""Inputs that a robust rule may name next to the Gram matrix or the columns."""
 
 
 def apply_robust_rule(

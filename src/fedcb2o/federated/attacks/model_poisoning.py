@@ -140,9 +140,7 @@ def free_rider(
     Returns:
         The published model, shape [d].
     """
-    if not noise:
-        return view.previous
-    return view.previous + noise * _scaled_noise(view, draw)
+    return view.previous + noise * _scaled_noise(view, draw) if noise else view.previous
 
 
 @knows()

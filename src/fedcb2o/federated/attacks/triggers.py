@@ -76,9 +76,7 @@ def unusual(
     if x.ndim == 2 and x.is_floating_point() and style == "negative":
         return -x
     _require_images(x.shape)
-    if style == "mirrored":
-        return x.flip(-1)
-    return _transform_pixels(x, lambda pixels: 1 - pixels)
+    return x.flip(-1) if style == "mirrored" else _transform_pixels(x, lambda pixels: 1 - pixels)
 
 
 def trigger_pixels(
