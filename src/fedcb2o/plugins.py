@@ -146,6 +146,8 @@ def _import_function(kind: str, name: str) -> PluginFunction:
 
     # A user's module is usually in the folder of the configuration.
     folder = str(Path.cwd())
+    # The command `fedcb2o` starts with the folder of its script on the path, and not the current
+    # one.
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
@@ -441,6 +443,7 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     is_array = isinstance(value, np.ndarray | torch.Tensor)
+    # Its `tolist` returns the same type, which JSON and TOML lack.
     if isinstance(value, np.longdouble):
         return float(value)
     if isinstance(value, np.generic) or (arrays and is_array):

@@ -35,5 +35,6 @@ def _toml_files(incomplete: str) -> list[str]:
     if not path.is_dir():
         return []
     names = sorted(file.name for file in path.glob("*.toml"))
+    # The shell replaces the whole word, so that names keep the folder that was typed.
     prefix = incomplete.removesuffix(start)
     return [f"{prefix}{name}" for name in names if name.startswith(start)]

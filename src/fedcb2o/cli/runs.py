@@ -345,6 +345,7 @@ def report(
     # The import takes seconds, and most reports read no models.
     if foreign or membership or any(find_local_baseline(run, opened) for run in opened):
         importlib.import_module("fedcb2o.experiments")  # which reads models for the records
+    # A report of somebody else's runs must not load the models that their settings name.
     with refuse_models(foreign) if foreign else contextlib.nullcontext():
         write_report(opened, out, membership=membership, data_dir=data_dir)
     _print_table(opened, _AgentSummary.mean)

@@ -197,6 +197,7 @@ def _vmapped(module: nn.Module) -> _BatchedForward:
     def forward(
         parameters: Sequence[Float[Tensor, "m ..."]], x: Float[Tensor, "k n *features"]
     ) -> Tensor:
+        # Samples that all models share are read once, and not copied for each model.
         is_shared = len(x) < len(parameters[0])
         in_dims = (0, None if is_shared else 0)
         forward_all = vmap(forward_one, in_dims=in_dims, randomness="different")
@@ -390,6 +391,7 @@ def _per_agent_logits(
         num_models = models_per_batch
         if num_models is None:
             num_models = _MAX_BATCH_PARAMETERS // dim
+        # Both the models and their samples are copied: neither may take more than a few MiB.
         agents_per_batch = min(num_models // m, MAX_BATCH_INPUTS // max(1, m * x[0].numel()))
     outputs = []
 

@@ -328,6 +328,7 @@ def training_batches(
 
     equal: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
+        # Agents of one program take their steps together, so that they need equally many.
         equal.setdefault(-(-count // batch_size), []).append(j)
 
     batches = []

@@ -112,6 +112,7 @@ class Algorithm:
 
     def with_guards(self, guards: Guards) -> "Algorithm":
         """Return the algorithm with other guards; it computes losses if a guard needs them."""
+        # A rule without losses can have a guard by losses.
         needs_losses = self.needs_losses or guards.loss_tolerance is not False
         return dataclasses.replace(self, guards=guards, needs_losses=needs_losses)
 

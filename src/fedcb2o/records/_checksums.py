@@ -68,6 +68,8 @@ class Manifest:
 
     def record_checkpoint(self, folder: Path, rounds: int) -> "Manifest":
         """Record the first checkpoint of the seed."""
+        # Later checkpoints change no checksum of a file, and the first one shows that rounds are
+        # done.
         return self if self.rounds else replace(self, rounds=rounds)._write(folder)
 
     def finish(self, folder: Path, rounds: int, logs: Mapping[str, Checksum]) -> "Manifest":
@@ -293,4 +295,5 @@ def is_inside(name: object) -> bool:
 
 
 def _content_digest(content: Mapping[str, Any]) -> str:
+    # The order of keys is no content.
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

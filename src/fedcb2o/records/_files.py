@@ -54,8 +54,11 @@ def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> N
             else:
                 content(file)
             file.flush()
+            # The content must be on disk before its name, or a power failure could leave an empty
+            # file.
             os.fsync(descriptor)
         temporary.replace(path)
+        # The list of names is a file of its own.
         fsync(path.parent)
     except BaseException as error:
         with suppress(OSError):
@@ -100,6 +103,7 @@ def _wait_for_descriptor(function: Callable[[], int]) -> int:
         try:
             return function()
         except OSError as error:
+            # Other threads or processes may return descriptors soon.
             if error.errno not in (errno.EMFILE, errno.ENFILE) or time.monotonic() > end:
                 raise
         time.sleep(_DESCRIPTOR_SECONDS / 100)
@@ -218,6 +222,7 @@ def drop_none(value: Any) -> Any:
 
 def fsync(path: Path) -> None:
     """Force a file or a folder's list of files to disk."""
+    # Without O_NONBLOCK a FIFO put in the place of the file would stop the run.
     file = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     try:
         os.fsync(file)

@@ -85,6 +85,7 @@ def compare(
     columns = {}
     for run, label in zip(shown, run_labels(shown), strict=True):
         columns[label] = _compare_column(run, runs, over)
+    # A row that no run has is left out.
     labels = {label for cells in columns.values() for label in cells}
     custom = dict.fromkeys(name for run in shown for name in run.custom_metrics)
     # Rows are in the same order whatever runs are compared.
@@ -139,6 +140,7 @@ def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
         return pd.DataFrame(columns=[*columns, "accuracy_local"])
     keys = ["seed", "round", "agent"]
     records = last_round(run.records)
+    # The baseline may have more rounds: the merge takes its values at the run's last round.
     alone = baseline.records[[*keys, "accuracy"]]
     both = records[[*keys, "accuracy"]].merge(alone, on=keys, suffixes=("", "_local"))
     return both[[*columns, "accuracy_local"]].dropna()
@@ -471,6 +473,7 @@ def _trained_settings(run: Run) -> dict[str, Any]:
     """Return the settings that a run shares with its local baseline."""
     excluded = (*NON_RESULT_SETTINGS, "algorithm")
     settings = {key: value for key, value in run.config.items() if key not in excluded}
+    # The baseline trains without privacy, as it shares no model.
     training = run.config.get("training", {})
     settings["training"] = {key: value for key, value in training.items() if key != "privacy"}
     return settings

@@ -68,6 +68,7 @@ def read_settings(
             f"got {_short_repr(source)}"
         )
     if isinstance(source, Experiment):
+        # Only what was set: a default may depend on what the changes set, as those of [agents] do.
         table = source.model_dump(exclude_unset=True)
         where = f"experiment `{source.name}`"
     elif isinstance(source, Mapping):

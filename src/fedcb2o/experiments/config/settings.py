@@ -203,6 +203,7 @@ class Experiment(Section):
     @field_validator("device")
     @classmethod
     def _cpu_is_default(cls, device: str | None) -> str | None:
+        # A record without the key and one with "cpu" have one fingerprint.
         return None if device == "cpu" else device
 
     @model_validator(mode="before")
@@ -237,6 +238,7 @@ class Experiment(Section):
         """Copy the experiment with other values; what it resolved stays, unless they change it."""
         copy = super().model_copy(update=update, deep=deep)
         if any(a is not b for a, b in zip(self._components(), copy._components(), strict=True)):
+            # The cached functions are those of the original.
             copy.__dict__.pop("resolved", None)
         return copy
 
@@ -252,6 +254,7 @@ class Experiment(Section):
     def __getstate__(self) -> dict[Any, Any]:
         """Return the state for a pickle; another process resolves the names again."""
         state = super().__getstate__()
+        # The wrapped functions of a user have no pickle.
         values = {key: value for key, value in state["__dict__"].items() if key != "resolved"}
         return {**state, "__dict__": values}
 

@@ -74,6 +74,7 @@ def choose(
         known = [harm for harm in harms if harm is not None]
         if not known:
             continue
+        # One strength that ran is enough for a choice.
         failed.pop(key, None)
         setting, defence, attack = key
         choices[key] = {
@@ -102,6 +103,7 @@ def _measure_harm(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
     summaries = seed_summaries(folder, seeds)
     accuracy = [summary["accuracy"] for summary in summaries]
     rate = [summary["attack_success_rate"] for summary in summaries]
+    # An attack without a goal has no success rate: it harms by the loss of accuracy.
     if None in rate:
         harm = 1 - fmean(accuracy)
         return {"harm": harm, "accuracy": accuracy, "attack_success_rate": None}

@@ -52,6 +52,7 @@ class TimeEstimate:
         for cell, seeds in self.pending.values():
             weight = self.weight(cell)
             costs.append(seeds * mean if weight == inf else weight)
+        # Processes share the work, but one cell is never shared.
         return max([sum(costs) / self.jobs, *costs])
 
 

@@ -123,6 +123,7 @@ def bench(
         for device in {cell.experiment.device for cell in plan.cells()}:
             devices.resolve_device(device)
 
+    # Two grids in one folder would overwrite each other's choices.
     with exclusive_lock(folder):
         records.check_parts(folder, ())
         candidates = _tuning.read_choices(folder, plan)

@@ -86,8 +86,10 @@ def extrapolate(candidates: Sequence[Changes], scores: Sequence[float | None]) -
     known = [score for score in scores if score is not None]
     if not known:
         return None
+    # The first of equal scores wins, as in `choose`.
     best = scores.index(max(known))
     flat = [records.flatten(candidate) for candidate in candidates]
+    # Candidates with other keys differ in kind, and lie on no common scale.
     similar = [keys for keys in flat if keys.keys() == flat[best].keys()]
     varied = [
         key for key, value in flat[best].items() if any(keys[key] != value for keys in similar)

@@ -138,6 +138,7 @@ def run_seed(
     """Run a seed from its last checkpoint, or from the start, to the last round."""
     experiment = prepared.experiment
     manifest = verify_seed(folder, experiment.rounds)
+    # A finished seed is not opened, so that repeating a command costs little.
     if manifest is not None and manifest.has_finished(experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
@@ -223,6 +224,7 @@ def run_seed(
             log.append("timing", {"round": done, **seconds, **measured})
             watch(experiment, prepared.seed, record)
     write_summary(folder)
+    # The manifest is last: a seed counts as finished only with all of its files.
     manifest.finish(folder, experiment.rounds, log.checksums())
 
 

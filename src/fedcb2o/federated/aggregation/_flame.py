@@ -88,6 +88,7 @@ def majority_cluster(distances: Float[Tensor, "m m"]) -> Bool[Tensor, " m"]:
         # Single linkage: the next shortest edge joins the clusters at its ends.
         labels[labels == labels[b]] = labels[a].clone()
         joined = labels == labels[a]
+        # Two clusters cannot both have more than half of the models: at most one exists.
         if joined.sum() > m / 2:
             cluster = joined
             last = length
@@ -101,6 +102,7 @@ def _noisy_average(
     average = weights.to(x.device, x.dtype) @ x
     if not std > 0:
         return average
+    # Noise is drawn in chunks by column number, so that it does not depend on the blocks.
     start = first // NOISE_COLUMNS
     stop = -(-(first + len(average)) // NOISE_COLUMNS)
     chunks = [

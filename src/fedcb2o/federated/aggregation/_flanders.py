@@ -113,6 +113,8 @@ def filter_models(
     columns = state.get("columns")
     if columns is None:
         size = min(num_sampled, models.shape[1])
+        # A system of all parameters could not be solved; the choice is kept, or past and present
+        # would differ.
         columns = torch.from_numpy(np.sort(draw.choice(models.shape[1], size, replace=False)))
     current = models[:, columns].cpu().double()
     expected = reference[columns].cpu().double()
@@ -159,6 +161,7 @@ def forecast(
     of the mean square of the entries. A history of one matrix is its own forecast.
     """
     scale = history.double().square().mean().sqrt()
+    # One matrix shows no movement, and zeros have no scale.
     if len(history) == 1 or not scale > 0:
         return history[-1]
     x = history.double() / scale

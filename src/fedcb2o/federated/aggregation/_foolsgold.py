@@ -61,6 +61,7 @@ def learning_rates(history: Float[Tensor, "k h"], confidence: float = 1.0) -> Fl
 
     tiny = torch.finfo(alpha.dtype).tiny
     alpha = alpha / alpha.amax().clamp(min=tiny)
+    # The logit spreads rates near 0 and 1; those at the ends are infinite, and are clamped below.
     alpha = confidence * (alpha.logit() + 0.5)
     alpha = alpha.nan_to_num(nan=0.0, posinf=1.0, neginf=0.0).clamp(0, 1)
     return alpha / alpha.sum().clamp(min=tiny)

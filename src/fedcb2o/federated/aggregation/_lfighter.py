@@ -53,6 +53,8 @@ def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
     products = points @ points.T
     squared = squared_distances(products)
     norms = products.diagonal()
+    # Lloyd's iteration starts at every pair of points, because one start could end in a bad
+    # minimum.
     i, j = torch.triu_indices(len(points), len(points), 1)
     # Members of each cluster, for each pair of first centres, shape [2, pairs, m].
     members = torch.stack([squared[i] <= squared[j], squared[i] > squared[j]])
@@ -61,6 +63,7 @@ def _two_means(points: Float[Tensor, "m e"]) -> Bool[Tensor, " m"]:
         centres = members.double() / counts.clamp(min=1)
         along = centres @ products
         distance = norms - 2 * along + (along * centres).sum(-1, keepdim=True)
+        # An empty cluster has no centre, and attracts no point.
         distance = distance.masked_fill(counts == 0, torch.inf)
 
         previous = members

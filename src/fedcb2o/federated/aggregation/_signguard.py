@@ -83,4 +83,5 @@ def largest_sign_cluster(updates: Float[Tensor, "m k"]) -> Bool[Tensor, " m"]:
     shares = torch.stack([sign.double().mean(1) for sign in signs], 1).numpy()
     bandwidth = max(estimate_bandwidth(shares, quantile=0.5), _LEAST_BANDWIDTH)
     labels = MeanShift(bandwidth=bandwidth).fit_predict(shares)
+    # Of equally large clusters, the first that mean shift finds wins.
     return torch.from_numpy(labels == np.bincount(labels).argmax())

@@ -83,6 +83,7 @@ def wfagg(
         squared, cosine = distances_from_median(inputs.models, rows)
         near = _smallest(squared, count).double()
         similar = _smallest(cosine, count).double()
+        # Whole fifths, so that the limit of 0.6 is exact.
         fifths = 2 * near + 2 * similar + is_steady(moves[current]).double()
         votes[:-1][is_other] = fifths.where(fifths >= 3, 0.0)
 

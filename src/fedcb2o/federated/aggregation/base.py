@@ -105,6 +105,8 @@ def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
             f"`f`, the number of attackers to assume, must be a whole number from 0 up, got {f!r}"
         )
     max_byzantine = signature_of(rule).max_byzantine
+    # Rounds clip in place of failing: the number of received models varies, and `shortfall` reports
+    # it.
     return f if max_byzantine is None else min(f, max(0, max_byzantine(m)))
 
 
@@ -134,6 +136,7 @@ def models_needed(rule: Callable[..., Any], f: int) -> int | str:
     """Return the least number of models for `f` attackers; "more" above 10 f + 10."""
     max_byzantine = signature_of(rule).max_byzantine
     assert max_byzantine is not None
+    # A rule's limit is a function of m only, so that its inverse is a search.
     enough = (m for m in range(1, 10 * f + 11) if max_byzantine(m) >= f)
     return next(enough, "more")
 
@@ -153,6 +156,7 @@ def gram_and_mixing(
     entries = _entries_to_compute(rule, signature, mixing)
     num_own = len(signature.own_rows)
     if entries == "none":
+        # NaN, and not 0: a rule that reads what it did not declare must not pass unnoticed.
         g = torch.full((len(rows), len(rows)), torch.nan, dtype=torch.float64)
     else:
         g = gram(models, rows, last=None if entries == "all" else num_own)

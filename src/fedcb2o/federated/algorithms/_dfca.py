@@ -60,6 +60,7 @@ def running_averages(
     """
     num_agents, k = held_rows.shape
     rows = held_rows.copy()
+    # A trained model replaces the one of its cluster, unless training diverged: it is then lost.
     rows[np.flatnonzero(is_finite), chosen[is_finite]] = own_rows[is_finite]
 
     # Pairs (target model, sender), sorted so that the sum does not depend on the order of arrival.

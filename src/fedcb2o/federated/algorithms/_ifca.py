@@ -99,6 +99,7 @@ def assign_clusters_(
         losses = training_losses(
             group.spec, group.models, torch.from_numpy(rows), data, group.reference(k)
         ).mean
+        # The first of equal losses wins.
         best = int(losses.argmin())
         assignments.append((best, float(losses[best])))
         group.models[int(group.layout.own[k])] = group.models[int(rows[best])]
