@@ -100,7 +100,7 @@ def signguard_output(buffer, ids, own, previous):
 
 
 def test_the_largest_cluster_of_signs_by_hand():
-    """All norms are equal, except that of an update without signs."""
+    """Norms are equal, except that of an update without signs."""
     signs = [[1, 1, 1, -1], [1, 1, -1, 1], [-1, -1, -1, -1], [0, 0, 0, 0], [-1, 1, 1, 1]]
     buffer = torch.tensor([*signs, [0, 0, 0, 0]], dtype=torch.float32)
     output = signguard_output(buffer, [0, 1, 2, 3], 4, previous=5)

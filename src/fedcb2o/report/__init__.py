@@ -5,7 +5,7 @@ from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._explorer import explorer_page
-from fedcb2o.report._figures import curve_panels, curves, figure6, source_counts
+from fedcb2o.report._figures import Curve, curve_panels, curves, figure6, source_counts
 from fedcb2o.report._grid_page import grid_notes, regret_figure, report_grid
 from fedcb2o.report._page import Page, create_page
 from fedcb2o.report._panels import draw_panels
@@ -25,6 +25,7 @@ from fedcb2o.report.tables import (
 )
 
 __all__ = [
+    "Curve",
     "GridResults",
     "Page",
     "SettingResults",
