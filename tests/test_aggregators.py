@@ -7,6 +7,7 @@ import pickle
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import fedcb2o
 from fedcb2o import aggregators
@@ -379,3 +380,182 @@ def test_a_class_describes_its_rule_and_all_parameters(name):
 
 def test_the_rules_are_a_lazy_part_of_the_package():
     assert fedcb2o.aggregators is aggregators
+
+
+# Models of the rules' own rows, by name
+
+
+NAMED = [{"w": torch.tensor([[1.0, 2.0]]) + k, "b": torch.tensor([9.0, 9.0]) + k} for k in range(5)]
+START = {"w": torch.tensor([[1.0, 1.0]]), "b": torch.tensor([9.0, 8.0])}
+WITH_OWN = {
+    "ClippedGossip": lambda models, own: aggregators.ClippedGossip(f=1)(models, own),
+    "CSPlus": lambda models, own: aggregators.CSPlus(f=1)(models, own),
+    "Balance": lambda models, own: aggregators.Balance()(models, own, 0.0),
+    "UBAR": lambda models, own: aggregators.UBAR(f=1)(models, own, np.arange(6.0)),
+    "FLTrust": lambda models, own: aggregators.FLTrust()(models, own, turned(START)),
+    "NormClipping": lambda models, own: aggregators.NormClipping()(models, own),
+    "FLAME": lambda models, own: aggregators.FLAME(noise=0.0)(models, own),
+    "CenteredClipping": lambda models, own: aggregators.CenteredClipping(m=own, tau=1.0)(models),
+}
+
+
+def turned(state):
+    return dict(reversed(state.items()))
+
+
+def test_all_rules_with_own_models_are_compared():
+    names = {
+        name
+        for name, kind in CLASSES.items()
+        if {"own", "previous"} & set(inspect.signature(kind.__call__).parameters)
+    }
+    assert names | {"CenteredClipping"} == set(WITH_OWN)
+
+
+@pytest.mark.parametrize("name", WITH_OWN)
+def test_own_models_are_read_by_names_and_shapes(name):
+    rule = WITH_OWN[name]
+    expected = rule(NAMED, NAMED[1])
+    # Another order, arrays and another type of numbers are the same model.
+    arrays = {k: t.double().numpy() for k, t in NAMED[1].items()}
+    for own in (turned(NAMED[1]), arrays):
+        result = rule(NAMED, own)
+        assert all(result[k].equal(expected[k]) for k in expected)
+    result = rule([turned(model) for model in NAMED], NAMED[1])
+    assert all(torch.allclose(result[k], expected[k]) for k in expected)
+    wrong = {
+        "do not both have the tensor `b`": {"w": START["w"]},
+        "do not both have the tensor `c`": {**START, "c": START["b"]},
+        r"for `w` shape \[2, 1\], expected \[1, 2\]": {**START, "w": START["w"].T},
+        "is a Tensor, and the others are state dicts": torch.zeros(4),
+    }
+    for message, own in wrong.items():
+        with pytest.raises(ConfigError, match=message):
+            rule(NAMED, own)
+    with pytest.raises(ConfigError, match="is a state dict, and the others are not"):
+        rule(torch.zeros(5, 4), START)
+
+
+def test_models_of_safetensors_and_of_a_network(tmp_path):
+    """The file sorts the names; `state_dict()` does not."""
+    own = torch.nn.Linear(3, 2).state_dict()
+    received = []
+    for k in range(5):
+        save_file({name: t + 0.01 * k for name, t in own.items()}, tmp_path / "m.safetensors")
+        received.append(load_file(tmp_path / "m.safetensors"))
+    assert list(received[0]) != list(own)
+    result = aggregators.clipped_gossip(received, own, f=0)
+    # Without attackers, the mean of the six models.
+    for name in own:
+        torch.testing.assert_close(result[name], own[name] + 0.01 * 10 / 6)
+
+
+# Kinds of numbers
+
+
+@pytest.mark.parametrize("name", sorted(set(CLASSES) - {"LFighter"}))
+def test_masked_numbers_are_no_numbers(name):
+    rows = [np.ma.array(row, mask=row == X[2, 3].item()) for row in X.numpy()]
+    with pytest.raises(ConfigError, match=r"models are not finite: leave out the rows \[2\]"):
+        make(name)(rows, *INPUTS.get(name, ()))
+    with pytest.raises(ConfigError, match=r"not finite: leave out the rows \[2\]"):
+        aggregators.Average()([{"a": row} for row in rows])
+    with pytest.raises(ConfigError, match="masked whole numbers"):
+        aggregators.Average()([{"a": X[0], "n": np.ma.array([3], mask=[1])}])
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint8, torch.tensor, np.array])
+@pytest.mark.parametrize("name", WITH_F)
+def test_numbers_of_numpy_are_python_numbers(name, kind):
+    """`f` of a class, and of a robust rule in the call `aggregation.apply`."""
+    expected = make(name, f=1)(X, *INPUTS.get(name, ()))
+    assert type(make(name, f=kind(1)).f) is int
+    result = make(name, f=kind(1))(X, *INPUTS.get(name, ()))
+    assert as_lists(result) == as_lists(expected)
+    rule = CLASSES[name]._rule
+    assert base.clip_byzantine_count(rule, kind(1), 7) == 1
+    with pytest.raises(ConfigError, match="`f`, the number of attackers"):
+        make(name, f=kind(-1) if kind is not np.uint8 else np.float32(0.5))
+
+
+def test_other_parameters_may_be_numbers_of_numpy():
+    result = aggregators.MultiKrum(f=1, selected=np.int64(2))(X)
+    assert result.equal(aggregators.MultiKrum(f=1, selected=2)(X))
+    assert aggregators.GeometricMedian(nu=np.float64(0.1), T=np.int8(3))(X).equal(
+        aggregators.GeometricMedian()(X)
+    )
+    assert aggregators.MoNNA(idx=np.int64(1))(X).equal(aggregators.MoNNA(idx=1)(X))
+
+
+# Large numbers, and models far from zero
+
+ROBUST = ["Bulyan", "CAF", "DnC", "GeometricMedian", "Krum", "MDA", "Meamed", "Median", "MoNNA",
+          "MultiKrum", "SMEA", "TrMean"]  # fmt: skip
+
+
+@pytest.mark.parametrize("scale", [1e20, 1e62, 1e155, 1e200, 1e300])
+@pytest.mark.parametrize("name", ROBUST)
+def test_a_huge_finite_model_counts_as_a_far_one(name, scale):
+    x = models(9, 4)
+    if name == "MoNNA":
+        x[:2] = x[:2].flip(0)  # the trusted model is a good one
+    attacked = x.clone()
+    attacked[8] = scale
+    result = make(name)(attacked)
+    assert result.abs().max() < 10
+    far = x.clone()
+    far[8] = 1e9
+    torch.testing.assert_close(result, make(name)(far), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("scale", [1e80, 1e200])
+@pytest.mark.parametrize("name", ["NNM", "Clipping", "ARC", "CenteredClipping", "ClippedGossip"])
+def test_clippers_and_mixers_of_a_huge_model(name, scale):
+    x = models(9, 4)
+    x[8] = scale
+    result = make(name)(x, *([x[0]] if name == "ClippedGossip" else []))
+    result = result[:8] if name == "ARC" else result
+    assert result[..., :8, :].isfinite().all() if name == "NNM" else result.abs().max() < 1e3
+    if name == "Clipping":
+        torch.testing.assert_close(result[8], torch.full((4,), 1.0, dtype=torch.float64))
+
+
+def test_a_mean_of_huge_numbers_is_their_mean():
+    assert aggregators.Average()([[1e200], [0.0]]) == [5e199]
+    assert aggregators.TrMean(f=1)([[1e200], [3e200], [2e200]]) == [2e200]
+
+
+@pytest.mark.parametrize("offset", [1e6, 1e7, 1e8])
+@pytest.mark.parametrize(
+    "name", sorted({*ROBUST, "NNM", "ClippedGossip", "CSPlus", "NormClipping", "UBAR", "FLTrust"})
+)
+def test_rules_by_distances_do_not_depend_on_where_zero_is(name, offset):
+    # Whole numbers of a fine grid, which are exact far from zero.
+    x = (models(9, 4) * 64).round() / 64
+    x[:2] += 50
+    inputs = {
+        "FLTrust": (x[3] + 0.25, x[3]),
+        "UBAR": (x[3], np.arange(10.0)),
+        "ClippedGossip": (x[3],),
+        "CSPlus": (x[3],),
+        "NormClipping": (x[3],),
+    }.get(name, ())
+    moved = tuple(v + offset if isinstance(v, torch.Tensor) else v for v in inputs)
+    parameters = {"T": 100} if name == "GeometricMedian" else {}
+    rule = make(name, **parameters)
+    torch.testing.assert_close(
+        rule(x + offset, *moved) - offset, rule(x, *inputs), rtol=0, atol=1e-5
+    )
+
+
+def test_models_of_float32_far_from_zero():
+    x = torch.arange(9.0).square().unsqueeze(1) * 8 + 2.0**27
+    assert aggregators.Krum(f=2)(x).equal(aggregators.Krum(f=2)(x - 2.0**27) + 2.0**27)
+
+
+def test_equal_scores_by_two_definitions():
+    """ByzFL takes the first model, and the paper's definition here the one nearest to all."""
+    x = [[0.0], [1.0], [2.0]]
+    assert aggregators.Krum(definition="byzfl", f=1)(x) == [0.0]
+    assert aggregators.Krum(f=0)([[0.0], [1.0], [2.0]]) == [1.0]
+    assert aggregators.MultiKrum(f=1, definition="byzfl")(x) == [0.5]

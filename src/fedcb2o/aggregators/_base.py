@@ -45,6 +45,10 @@ class Aggregator:
 
     def __post_init__(self) -> None:
         for one in dataclasses.fields(self):
+            # Numbers of NumPy are Python's; the start `m` is a model.
+            if one.name != "m":
+                value = plugins.to_python(getattr(self, one.name))
+                object.__setattr__(self, one.name, value)
             if one.name == "f":
                 base.clip_byzantine_count(aggregation.mean, getattr(self, "f"), 0)  # noqa: B009
 
@@ -182,44 +186,51 @@ def row_values(name: str, values: Any, m: int) -> Float[Tensor, " m"]:
 def with_own(stacked: Stack, own: tuple[Any, ...]) -> Stack:
     """Append an agent's own models as the last rows.
 
-    A model of another length is a ConfigError.
+    They are read by the names and shapes of the others; a different one is a ConfigError.
     """
     if not own:
         return stacked
-    more = [_row(model) for model in own]
-    for row in more:
-        if row.shape != stacked.rows.shape[1:]:
-            raise ConfigError(
-                f"the agent's own model has {row.numel()} numbers, and the others have "
-                f"{stacked.rows.shape[1]}"
-            )
-    rows = torch.cat([stacked.rows, torch.stack(more).to(stacked.rows)])
-    return Stack(rows, stacked.restore, stacked.is_list)
-
-
-def _row(model: Any) -> Float[Tensor, " d"]:
-    row: Tensor = stack([model]).rows[0]
-    return row
+    more = [stacked.read("the agent's own model", model) for model in own]
+    return dataclasses.replace(stacked, rows=torch.cat([stacked.rows, torch.stack(more)]))
 
 
 def finite_gram(
-    rows: Float[Tensor, "p d"], order: Int[Tensor, " m"] | None = None, *, last: int | None = None
-) -> Float[Tensor, "m m"]:
-    """Compute the Gram matrix of models that must be finite.
+    stacked: Stack,
+    order: Int[Tensor, " m"] | None = None,
+    *,
+    last: int | None = None,
+    by_distances: bool = False,
+) -> tuple[Stack, Float[Tensor, "m m"]]:
+    """Return models and their Gram matrix; models with numbers beyond 1e60 are scaled to 1e60.
 
-    `order` selects and orders the rows. `last` is that of `gram`; 0 means the diagonal only. A
-    model that is not finite is a ConfigError.
+    `order` selects and orders the rows. `last` is that of `gram`; 0 means the diagonal only. With
+    `by_distances` the matrix may be about a central model. A model that is not finite is a
+    ConfigError.
     """
+    rows = stacked.rows
     if order is None:
         order = torch.arange(len(rows))
     squares = _squared_norms(rows)[order] if last == 0 else None
     if squares is not None and squares.isfinite().all():
-        return torch.full((len(order),) * 2, torch.nan, dtype=torch.float64).diagonal_scatter(
-            squares
-        )
-    g = gram(rows, order, last=last)
-    base.require_finite(rows, order[~g.diagonal().isfinite()])
-    return g
+        g = torch.full((len(order),) * 2, torch.nan, dtype=torch.float64)
+        g = g.diagonal_scatter(squares)
+    else:
+        g = gram(rows, order, last=last)
+        base.require_finite(rows, order[~g.diagonal().isfinite()])
+    if base.overflows(g):
+        stacked = dataclasses.replace(stacked, rows=base.bounded(rows))
+        g = gram(stacked.rows, order, last=last)
+    return stacked, about_centre(stacked, order, g, last) if by_distances else g
+
+
+def about_centre(
+    stacked: Stack, order: Int[Tensor, " m"], g: Float[Tensor, "m m"], last: int | None = None
+) -> Float[Tensor, "m m"]:
+    """Return a Gram matrix, computed again about a central model if rounding spoils it."""
+    central = base.far_centre(g)
+    if central is None:
+        return g
+    return gram(base.about(stacked.rows[order], central), last=last)
 
 
 def _squared_norms(rows: Float[Tensor, "p d"]) -> Float[Tensor, " p"]:

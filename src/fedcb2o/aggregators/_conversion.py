@@ -37,6 +37,8 @@ class Stack:
     restore: Callable[[Float[Tensor, " d"]], Any]
     # Whether the caller's models are a list, and not one tensor or array.
     is_list: bool
+    # Function from the name of another model, such as the agent's own, and that model to its row.
+    read: Callable[[str, Any], Float[Tensor, " d"]]
 
     def weighted(self, weights: Float[Tensor, " m"]) -> Any:
         """Return the weighted sum as one model of the caller's type."""
@@ -82,14 +84,16 @@ def stack(models: Models) -> Stack:
     if kind is Sequence:
         models = [to_tensor(f"model {i} holds", model) for i, model in enumerate(models)]
     _require_alike(models, "")
-    whole = torch.stack(models) if isinstance(models[0], Tensor) else np.stack(models)
-    inner = _from_tensor(whole)
+    stack_arrays: Any = torch.stack if isinstance(models[0], Tensor) else np.stack
+    if any(map(np.ma.isMA, models)):
+        stack_arrays = np.ma.stack  # `np.stack` drops masks
+    inner = _from_tensor(stack_arrays(models))
 
     def restore(row: Tensor) -> Any:
         model = inner.restore(row)
         return model.tolist() if kind is Sequence else model
 
-    return Stack(inner.rows, restore, is_list=True)
+    return Stack(inner.rows, restore, is_list=True, read=inner.read)
 
 
 def _from_tensor(models: Tensor | np.ndarray) -> Stack:
@@ -111,7 +115,18 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
         result = values.to(dtype).view(*values.shape[:-1], *shape)
         return result.numpy() if isinstance(models, np.ndarray) else result
 
-    return Stack(rows, restore, is_list=False)
+    def read(which: str, model: Any) -> Tensor:
+        if isinstance(model, Mapping):
+            raise ConfigError(f"{which} is a state dict, and the others are not")
+        values = to_tensor(f"{which} holds", model)
+        if values.shape != shape:
+            raise ConfigError(
+                f"{which} has {values.numel()} numbers, and the others have {shape.numel()}: of "
+                f"shape {[*values.shape]}, expected {[*shape]}"
+            )
+        return values.reshape(-1).to(rows)
+
+    return Stack(rows, restore, is_list=False, read=read)
 
 
 def shares_memory(models: Models, rows: Float[Tensor, "m d"]) -> bool:
@@ -147,9 +162,7 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
     """Convert state dicts; tensors of whole numbers, such as batch counts, give their median."""
     names = list(models[0])
     for i, model in enumerate(models):
-        different = sorted(map(str, set(model) ^ set(names)))
-        if different:
-            raise ConfigError(f"model {i} and model 0 do not both have the tensor `{different[0]}`")
+        _require_names(f"model {i}", model, names)
     whole: dict[str, Any] = {}
     numbers: dict[str, Stack] = {}
     for name in names:
@@ -182,7 +195,30 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
                 result[name] = copy.deepcopy(whole[name])
         return result
 
-    return Stack(rows, restore, is_list=True)
+    def read(which: str, model: Any) -> Tensor:
+        if not isinstance(model, Mapping):
+            raise ConfigError(f"{which} is {describe_type(model)}, and the others are state dicts")
+        _require_names(which, model, names)
+        for name in numbers:
+            shape, expected = np.shape(model[name]), models[0][name].shape
+            if shape != expected:
+                raise ConfigError(
+                    f"{which} has for `{name}` shape {[*shape]}, expected {[*expected]}"
+                )
+        parts = [numbers[name].read(which, model[name].reshape(-1)) for name in numbers]
+        return torch.cat([part.to(rows) for part in parts])
+
+    return Stack(rows, restore, is_list=True, read=read)
+
+
+def _require_names(which: str, model: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Check that a state dict has the names of model 0, in any order."""
+    different = sorted(map(str, set(model) ^ set(names)))
+    if different:
+        raise ConfigError(
+            f"{which} and model 0 do not both have the tensor `{different[0]}`: take state dicts "
+            "of one network"
+        )
 
 
 def _is_float(value: Any) -> bool:
@@ -193,6 +229,8 @@ def _is_float(value: Any) -> bool:
 
 def _lower_median(values: Sequence[Any]) -> Any:
     """Return the lower median of whole numbers or truth values, element by element."""
+    if any(np.ma.is_masked(value) for value in values if not isinstance(value, Tensor)):
+        raise ConfigError("a model holds masked whole numbers: fill them, or leave it out")
     middle = (len(values) - 1) // 2
     if isinstance(values[0], Tensor):
         return torch.stack([*values]).sort(0).values[middle]

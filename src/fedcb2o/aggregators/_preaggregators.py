@@ -40,7 +40,8 @@ class NNM(Robust):
         """Return as many models, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.nnm, self.f, len(stacked.rows), clip_f=self.clip_f)
-        return _mixed(models, stacked, preaggregation.nnm(finite_gram(stacked.rows), f=f))
+        stacked, g = finite_gram(stacked, by_distances=True)
+        return _mixed(models, stacked, preaggregation.nnm(g, f=f))
 
 
 @aggregator(preaggregation.bucketing, s="size")
@@ -90,8 +91,8 @@ class Clipping(Aggregator):
     def __call__(self, models: Models) -> Any:
         """Return as many vectors, of the same type."""
         stacked = stack(models)
-        g = with_origin(finite_gram(stacked.rows, last=0))
-        factors = preaggregation.clipping(g, radius=self.c).diagonal()[:-1]
+        stacked, g = finite_gram(stacked, last=0)
+        factors = preaggregation.clipping(with_origin(g), radius=self.c).diagonal()[:-1]
         return _scaled(models, stacked, factors, in_place=self.in_place)
 
 
@@ -116,8 +117,8 @@ class ARC(Aggregator):
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.arc, self.f, len(stacked.rows), clip_f=self.clip_f)
-        g = with_origin(finite_gram(stacked.rows, last=0))
-        factors = preaggregation.arc(g, f=f).diagonal()[:-1]
+        stacked, g = finite_gram(stacked, last=0)
+        factors = preaggregation.arc(with_origin(g), f=f).diagonal()[:-1]
         return _scaled(models, stacked, factors, in_place=self.in_place)
 
 

@@ -12,6 +12,7 @@ import torch
 from fedcb2o.aggregators._base import (
     Aggregator,
     Robust,
+    about_centre,
     aggregator,
     finite_gram,
     fit_f,
@@ -22,6 +23,12 @@ from fedcb2o.aggregators._base import (
 from fedcb2o.aggregators._conversion import Models, stack
 from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import aggregation
+from fedcb2o.federated.aggregation.gram_rules import (
+    krum_order,
+    row_mask,
+    squared_distances,
+    uniform_weights,
+)
 
 Definition = Literal["paper", "byzfl"]
 
@@ -103,9 +110,10 @@ class GeometricMedian(Aggregator):
         stacked = stack(models)
         if self.T == 0:
             return stacked.restore(torch.zeros_like(stacked.rows[0]))
-        g = finite_gram(stacked.rows, last=0 if self.T == 1 else None)
+        stacked, g = finite_gram(stacked, last=0 if self.T == 1 else None)
         # The first iteration begins at 0, where distances are norms.
         start = 1 / g.diagonal().sqrt().clamp(min=self.nu)
+        g = about_centre(stacked, torch.arange(len(g)), g)
         weights = aggregation.geometric_median(
             g, smoothing=self.nu, iterations=self.T - 1, start=start / start.sum()
         )
@@ -155,8 +163,12 @@ class MultiKrum(Aggregator):
         return _by_krum_scores(self, models, self.selected)
 
 
-# The rule whose limit of f holds, and how many models next to the f are no neighbours.
-_DEFINITIONS = {"paper": (aggregation.krum, 2), "byzfl": (aggregation.mda, 1)}
+# The rule whose limit of f holds, how many models next to the f are no neighbours, and the order of
+# models of equal score.
+_DEFINITIONS: dict[str, tuple[Any, int, Literal["distance", "index"]]] = {
+    "paper": (aggregation.krum, 2, "distance"),
+    "byzfl": (aggregation.mda, 1, "index"),
+}
 
 
 def _by_krum_scores(settings: Krum | MultiKrum, models: Models, selected: int | None) -> Any:
@@ -164,16 +176,15 @@ def _by_krum_scores(settings: Krum | MultiKrum, models: Models, selected: int | 
     m = len(stacked.rows)
     if settings.definition not in _DEFINITIONS:
         raise ConfigError(f'`definition` must be "paper" or "byzfl", got {settings.definition!r}')
-    limit, num_others = _DEFINITIONS[settings.definition]
+    limit, num_others, ties = _DEFINITIONS[settings.definition]
     f = fit_f(limit, settings.f, m, clip_f=settings.clip_f)
-    weights = aggregation.multi_krum(
-        finite_gram(stacked.rows),
-        # `neighbours` and `selected` contain f already.
-        f=0,
-        neighbours=max(1, m - f - num_others),
-        selected=m - f if selected is None else selected,
-    )
-    return stacked.weighted(weights)
+    selected = m - f if selected is None else selected
+    require("selected", selected, selected >= 1, "1 or more")
+    stacked, g = finite_gram(stacked, by_distances=True)
+    # `neighbours` and `selected` contain f already.
+    neighbours = max(1, m - f - num_others)
+    order = krum_order(squared_distances(g), 0, neighbours, ties=ties)
+    return stacked.weighted(uniform_weights(row_mask(order[:selected], m)))
 
 
 @aggregator(aggregation.bulyan)
@@ -265,10 +276,12 @@ class CenteredClipping(Aggregator):
         stacked = stack(models)
         is_short = self.L <= 1  # one iteration reads the distances to the start alone
         if self.m is None:
-            g = with_origin(finite_gram(stacked.rows, last=0 if is_short else None))
+            stacked, g = finite_gram(stacked, last=0 if is_short else None)
+            g = with_origin(g)
         else:
             stacked = with_own(stacked, (self.m,))
-            g = finite_gram(stacked.rows, last=1 if is_short else None)
+            last = 1 if is_short else None
+            stacked, g = finite_gram(stacked, last=last, by_distances=True)
         weights = aggregation.centred_clipping(g, radius=self.tau, iterations=self.L)
         weights = weights[: len(stacked.rows)]
         # The result is the start, 0, which is no row of the models.
@@ -304,5 +317,6 @@ class MoNNA(Aggregator):
         # The rule takes its own model in the last row.
         order = torch.tensor([*others, self.idx])
         weights = torch.zeros(m, dtype=torch.float64)
-        weights[order] = aggregation.monna(finite_gram(stacked.rows, order, last=1), f=f)
+        stacked, g = finite_gram(stacked, order, last=1, by_distances=True)
+        weights[order] = aggregation.monna(g, f=f)
         return stacked.weighted(weights)

@@ -24,7 +24,7 @@ def _max_byzantine(m: int) -> int:
     return m - 1
 
 
-@rule_signature("gram", max_byzantine=_max_byzantine)
+@rule_signature("gram", max_byzantine=_max_byzantine, by_distances=True)
 def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Tensor, " m"]:
     """Average the models without those of the largest outlier scores (DnC).
 

@@ -38,12 +38,15 @@ from fedcb2o.federated.plugin_outputs import (
 )
 from fedcb2o.federated.types import OffsetColumnReduction, Reduction
 from fedcb2o.nn import parameters
-from fedcb2o.plugins import Declaration, F
+from fedcb2o.plugins import Declaration, F, to_python
 from fedcb2o.user_values import to_tensor
 
 _LOGGER = logging.getLogger(__name__)
 
 _SUM_COLUMNS = 2**18  # 1 MiB of float32, which stays in the cache of a core
+
+_LARGEST = 1e60  # whose fourth power is a number
+_NEAR = 1e-10  # squared distances in units of the squared norms, below which they are inaccurate
 
 GramEntries = Literal["none", "last", "all"]
 _OwnRow = Literal["own", "before"]
@@ -61,12 +64,15 @@ class RuleSignature:
             or both in this order.
         max_byzantine: Function from the number of rows to the largest number f of attackers that
             the rule can assume; None for a rule without `f`.
+        by_distances: Distances between models are all that the rule reads of the matrix, so that it
+            does not depend on the place of zero.
     """
 
     reads: Literal["gram", "columns", "values"]
     gram_entries: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all"
     own_rows: tuple[_OwnRow, ...] = ()
     max_byzantine: Callable[[int], int] | None = None
+    by_distances: bool = False
 
 
 RULE_SIGNATURE = Declaration[RuleSignature]("form")
@@ -78,6 +84,7 @@ def rule_signature(
     gram_entries: GramEntries | Callable[[dict[str, Any]], GramEntries] = "all",
     own_rows: tuple[_OwnRow, ...] = (),
     max_byzantine: Callable[[int], int] | None = None,
+    by_distances: bool = False,
 ) -> Callable[[F], F]:
     """Declare a function as a robust rule with this `RuleSignature`.
 
@@ -86,11 +93,12 @@ def rule_signature(
         gram_entries: See `RuleSignature`.
         own_rows: See `RuleSignature`.
         max_byzantine: See `RuleSignature`.
+        by_distances: See `RuleSignature`.
 
     Returns:
         A decorator for the rule.
     """
-    return RULE_SIGNATURE(RuleSignature(reads, gram_entries, own_rows, max_byzantine))
+    return RULE_SIGNATURE(RuleSignature(reads, gram_entries, own_rows, max_byzantine, by_distances))
 
 
 def signature_of(rule: Callable[..., Any]) -> RuleSignature:
@@ -100,6 +108,7 @@ def signature_of(rule: Callable[..., Any]) -> RuleSignature:
 
 def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
     """Clip a number of attackers to the largest that a rule admits among m models."""
+    f = to_python(f)
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
         raise ConfigError(
             f"`f`, the number of attackers to assume, must be a whole number from 0 up, got {f!r}"
@@ -119,7 +128,7 @@ def validate_byzantine_count(
     """Check that a rule admits `f` attackers among m models; `cure` ends the message."""
     limit = clip_byzantine_count(rule, f, m)
     if f <= limit:
-        return f
+        return int(f)
     raise ConfigError(
         f"`f` = {f} attackers are more than {rule_name(rule)} admits among {m} models: at most"
         f" {limit}, and `f` = {f} needs {models_needed(rule, f)} models; {cure}"
@@ -265,6 +274,15 @@ def apply(
     rule = fit_byzantine_count(rule, len(rows) if p is None else len(p), clip_f=clip_f)
     if not g.isnan().all():  # the rule reads the matrix
         require_finite(models, rows[~g.diagonal().isfinite()])
+        if overflows(g):
+            models = bounded(models[rows])
+            rows = torch.arange(len(rows))
+            g, p = gram_and_mixing(rule, models, rows, mixing)
+        functions = [rule, mixing] if callable(mixing) else [rule]
+        central = far_centre(g) if all(signature_of(f).by_distances for f in functions) else None
+        if central is not None:
+            points = about(models[rows], central)
+            g, p = gram_and_mixing(rule, points, torch.arange(len(rows)), mixing)
     outcome = evaluate_rule(rule, g, *extra, p=p)
     if not isinstance(outcome, Reduction) and not outcome.any():
         raise ConfigError("the rule trusts none of the models, so there is nothing to aggregate")
@@ -333,6 +351,37 @@ def _linear_combination(
         total += sums.sum()
     is_finite = bool(total.isfinite()) or bool(result.isfinite().all())
     return result if is_finite else None
+
+
+def overflows(g: Float[Tensor, "m m"]) -> bool:
+    """Return whether models are so large that rules by their Gram matrix compute infinities."""
+    return not bool((g.diagonal() <= _LARGEST**2).all())
+
+
+def bounded(models: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
+    """Return models, in which one with numbers beyond 1e60 is scaled down to 1e60."""
+    largest = models.abs().amax(1, keepdim=True)
+    return models * (_LARGEST / largest).clamp(max=1.0)
+
+
+def far_centre(g: Float[Tensor, "m m"]) -> int | None:
+    """Return the row of a central model if differences of models drown in rounding, else None.
+
+    The last model counts as central where the matrix lacks the entries of other ones.
+    """
+    norms = g.diagonal().unsqueeze(0) + g.diagonal().unsqueeze(1)
+    squared = (norms - g - g.T).fill_diagonal_(torch.nan)
+    # The matrix is right to about 1e-14 of the norms.
+    if not (squared < _NEAR * norms).any():
+        return None
+    if squared.isnan().sum() > len(g):
+        return len(g) - 1
+    return int(squared.nanmedian(1).values.argmin())
+
+
+def about(models: Float[Tensor, "m d"], central: int) -> Float[Tensor, "m d"]:
+    """Return the differences of models to one of them, in float64."""
+    return models.double() - models[central].double()
 
 
 def is_finite(values: Tensor) -> bool:

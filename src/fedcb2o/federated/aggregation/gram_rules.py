@@ -17,6 +17,7 @@ Example:
 """
 
 import functools
+from typing import Literal
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -90,7 +91,7 @@ def _krum_limit(m: int) -> int:
     return (m - 3) // 2
 
 
-@rule_signature("gram", max_byzantine=_krum_limit)
+@rule_signature("gram", max_byzantine=_krum_limit, by_distances=True)
 def krum(
     gram: Float[Tensor, "m m"], *, f: int, neighbours: int | None = None
 ) -> Float[Tensor, " m"]:
@@ -109,11 +110,11 @@ def krum(
         Weights, shape [m]: 1 for one model.
     """
     m = len(gram)
-    order = _krum_order(squared_distances(gram), validate_byzantine_count(krum, f, m), neighbours)
+    order = krum_order(squared_distances(gram), validate_byzantine_count(krum, f, m), neighbours)
     return uniform_weights(row_mask(order[:1], m))
 
 
-@rule_signature("gram", max_byzantine=_krum_limit)
+@rule_signature("gram", max_byzantine=_krum_limit, by_distances=True)
 def multi_krum(
     gram: Float[Tensor, "m m"],
     *,
@@ -143,14 +144,18 @@ def multi_krum(
     if selected is not None and selected < 1:
         raise ConfigError(f"`selected` must be 1 or more, got {selected}")
     count = m - f if selected is None else selected
-    order = _krum_order(squared_distances(gram), f, neighbours)
+    order = krum_order(squared_distances(gram), f, neighbours)
     return uniform_weights(row_mask(order[:count], m))
 
 
-def _krum_order(
-    squared: Float[Tensor, "m m"], f: int, neighbours: int | None = None
+def krum_order(
+    squared: Float[Tensor, "m m"],
+    f: int,
+    neighbours: int | None = None,
+    *,
+    ties: Literal["distance", "index"] = "distance",
 ) -> Int[Tensor, " m"]:
-    """Sort by the Krum score; ties by the distances to all models."""
+    """Sort by the Krum score; ties by the distances to all models, or by index."""
     m = len(squared)
     if neighbours is not None and neighbours < 1:
         raise ConfigError(f"`neighbours` must be 1 or more, got {neighbours}")
@@ -159,12 +164,14 @@ def _krum_order(
     to_others = squared.masked_fill(torch.eye(m, dtype=torch.bool), torch.inf)
     ascending = to_others.sort(dim=1).values[:, : max(0, m - 1)]
     # Both sorts are stable: the second one keeps the order of the first among equal scores.
-    order = ascending.sum(1).sort(stable=True).indices
+    order = torch.arange(m)
+    if ties == "distance":
+        order = ascending.sum(1).sort(stable=True).indices
     scores = ascending[:, :count].sum(1)
     return order[scores[order].sort(stable=True).indices]
 
 
-@rule_signature("gram")
+@rule_signature("gram", by_distances=True)
 def geometric_median(
     gram: Float[Tensor, "m m"],
     *,
@@ -257,7 +264,7 @@ def _bulyan_limit(m: int) -> int:
     return (m - 3) // 4
 
 
-@rule_signature("gram", max_byzantine=_bulyan_limit)
+@rule_signature("gram", max_byzantine=_bulyan_limit, by_distances=True)
 def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     """Select by Krum, then average around each coordinate's median (Bulyan).
 
@@ -281,7 +288,7 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
 
     # Krum selects one model after the other; the others remain.
     for _ in range(m - 2 * f):
-        best = _krum_order(squared[remaining][:, remaining], f)[0]
+        best = krum_order(squared[remaining][:, remaining], f)[0]
         remaining = torch.cat([remaining[:best], remaining[best + 1 :]])
     rows = (~row_mask(remaining, m)).nonzero().flatten()
     return Reduction(rows, functools.partial(mean_around_median, count=m - 4 * f))

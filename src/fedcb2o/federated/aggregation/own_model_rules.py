@@ -47,7 +47,7 @@ def _clipping_entries(parameters: dict[str, Any]) -> GramEntries:
     return "last" if parameters.get("iterations", 1) == 1 else "all"
 
 
-@rule_signature("gram", gram_entries=_clipping_entries, own_rows=("own",))
+@rule_signature("gram", gram_entries=_clipping_entries, own_rows=("own",), by_distances=True)
 def centred_clipping(
     gram: Float[Tensor, "m m"], *, radius: float = 10.0, iterations: int = 1
 ) -> Float[Tensor, " m"]:
@@ -87,7 +87,7 @@ def centred_clipping(
     return weights
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("before",))
+@rule_signature("gram", gram_entries="last", own_rows=("before",), by_distances=True)
 def norm_clipping(
     gram: Float[Tensor, "m m"], *, radius: float | None = None
 ) -> Float[Tensor, " m"]:
@@ -125,7 +125,9 @@ def _max_byzantine(m: int) -> int:
     return m - 2
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
+@rule_signature(
+    "gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine, by_distances=True
+)
 def clipped_gossip(
     gram: Float[Tensor, "m m"], *, f: int, radius: float | None = None
 ) -> Float[Tensor, " m"]:
@@ -162,7 +164,9 @@ def clipped_gossip(
     return _with_remainder(clip_factors(squared, radius) / (m + 1))
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
+@rule_signature(
+    "gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine, by_distances=True
+)
 def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Add differences clipped at the 2 f + 1 farthest model (CS+-RG).
 
@@ -225,7 +229,9 @@ def balance(
     return _mix_with_own(squared_distances(gram)[m, :m].sqrt() <= max_distance, alpha)
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=half_minus_one)
+@rule_signature(
+    "gram", gram_entries="last", own_rows=("own",), max_byzantine=half_minus_one, by_distances=True
+)
 def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average the m - f models nearest to the agent's own (MoNNA).
 
@@ -246,7 +252,9 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     return uniform_weights(row_mask(squared.sort(stable=True).indices[:count], m))
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine)
+@rule_signature(
+    "gram", gram_entries="last", own_rows=("own",), max_byzantine=_max_byzantine, by_distances=True
+)
 def ubar(
     gram: Float[Tensor, "m m"], losses: Float[Tensor, " m"], *, f: int, alpha: float = 0.5
 ) -> Float[Tensor, " m"]:
@@ -280,7 +288,7 @@ def ubar(
     return _mix_with_own(selected, alpha)
 
 
-@rule_signature("gram", gram_entries="last", own_rows=("own", "before"))
+@rule_signature("gram", gram_entries="last", own_rows=("own", "before"), by_distances=True)
 def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     """Average scaled updates by their cosine to the agent's own (FLTrust).
 

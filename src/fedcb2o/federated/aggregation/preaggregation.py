@@ -25,7 +25,7 @@ from fedcb2o.federated.aggregation.own_model_rules import clip_factors
 __all__ = ["arc", "bucketing", "clipping", "nnm"]
 
 
-@rule_signature("gram", max_byzantine=half_minus_one)
+@rule_signature("gram", max_byzantine=half_minus_one, by_distances=True)
 def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     """Replace each model by the mean of its nearest models (nearest-neighbour mixing).
 
@@ -75,7 +75,7 @@ def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tens
     return matrix / matrix.sum(1, keepdim=True)
 
 
-@rule_signature("gram", own_rows=("own",))
+@rule_signature("gram", own_rows=("own",), by_distances=True)
 def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor, "m m"]:
     """Clip each model's difference to the agent's own model to a fixed norm.
 
@@ -95,7 +95,7 @@ def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor
     return _clipping_matrix(squared_distances(gram)[-1, :-1], radius)
 
 
-@rule_signature("gram", own_rows=("own",), max_byzantine=half_minus_one)
+@rule_signature("gram", own_rows=("own",), max_byzantine=half_minus_one, by_distances=True)
 def arc(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     """Clip the largest differences to the agent's own model (adaptive robust clipping).
 

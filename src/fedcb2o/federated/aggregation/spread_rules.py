@@ -35,7 +35,7 @@ MAX_SUBSETS = 1_000_000  # `smea` tries all subsets: half a minute for this numb
 _SUBSETS_PER_BATCH = 4096
 
 
-@rule_signature("gram", max_byzantine=half_minus_one)
+@rule_signature("gram", max_byzantine=half_minus_one, by_distances=True)
 def mda(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average the m - f models of least diameter (minimum diameter averaging).
 
@@ -117,7 +117,7 @@ def _first_subset(is_conflict: Bool[Tensor, "m m"], f: int) -> Int[Tensor, " s"]
     return torch.tensor(selected[: m - f])
 
 
-@rule_signature("gram", max_byzantine=half_minus_one)
+@rule_signature("gram", max_byzantine=half_minus_one, by_distances=True)
 def smea(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average the m - f models of least maximum variance (SMEA).
 
@@ -169,7 +169,7 @@ def _subsets(m: int, size: int) -> Iterator[Int[Tensor, "s size"]]:
         yield torch.tensor(batch)
 
 
-@rule_signature("gram", max_byzantine=half_minus_one)
+@rule_signature("gram", max_byzantine=half_minus_one, by_distances=True)
 def caf(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     """Average models weighted by a filter that lowers their maximum variance (CAF).
 
