@@ -298,13 +298,15 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
     frozen = network[0].weight.clone()
     other = copy.deepcopy(network)
     other[1].running_mean += 4.0
-    other[0].weight += 1.0
     network.train()
     agent = Agent(network, validation=(X, Y), method={"name": "fedcbo", "mixing_factor": 0.5})
     agent.aggregate({"b": other.state_dict()})
     assert network[0].weight.equal(frozen)
     torch.testing.assert_close(network[1].running_mean, torch.full((3,), 2.0))
     assert network.training
+    other[0].weight += 1.0
+    decision = agent.aggregate({"b": other.state_dict()})
+    assert "its `0.weight` is not exchanged, and differs" in decision.refused["b"]
 
 
 def test_an_agent_may_predict_numbers():
@@ -429,7 +431,7 @@ def test_a_changed_network_is_refused():
     network = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
     agent = Agent(network, validation=(X, Y))
     network[0].requires_grad_(False)
-    with pytest.raises(ConfigError, match="has 8 numbers to exchange, and had 17"):
+    with pytest.raises(ConfigError, match=r"`0.weight` is not exchanged, and was \[3, 2\]"):
         agent.aggregate({})
 
 

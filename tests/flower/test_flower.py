@@ -233,6 +233,27 @@ def test_a_model_attack_does_not_change_the_attackers_own_model():
     torch.testing.assert_close(model_of(grid, 1), agent.network.weight.data)
 
 
+def test_a_model_attack_reads_arrays_by_name():
+    """The app returns its arrays in another order than it received them."""
+    app = ClientApp(mods=[AttackMod("sign_flip", is_malicious=lambda c: True)])
+
+    @app.train()
+    def train(message, context):
+        received = message.content["arrays"].to_torch_state_dict()
+        trained = ArrayRecord({name: 3 * t for name, t in reversed(received.items())})
+        metrics = MetricRecord({"num-examples": 3})
+        return Message(RecordDict({"arrays": trained, "metrics": metrics}), reply_to=message)
+
+    grid = LoopGrid(app, 2)
+    strategy = RobustStrategy(functools.partial(torch.mean, dim=0))
+    arrays = ArrayRecord({"a": torch.ones(2), "b": torch.full((2,), 5.0)})
+    replies = grid.send_and_receive(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+    result, _ = strategy.aggregate_train(1, replies)
+    # From x to 3 x, and published is x - 2 x.
+    state = result.to_torch_state_dict()
+    assert {name: t.tolist() for name, t in state.items()} == {"a": [-1, -1], "b": [-5, -5]}
+
+
 def test_a_data_attack_changes_the_training_data():
     labels = {}
     app = ClientApp(

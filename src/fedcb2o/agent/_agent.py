@@ -1,7 +1,9 @@
 """One agent of Algorithm 2, as an object."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,11 @@ from fedcb2o import records
 from fedcb2o.agent._attack import Attacker, build_attack
 from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
 from fedcb2o.agent._judge import Judge, JudgeOracle
-from fedcb2o.agent._memory import Memory, Peer, PeerIds
+from fedcb2o.agent._memory import Memory, Peer, PeerIds, with_prefix, without_prefix
 from fedcb2o.agent._models import Model, ModelFormat, as_network, placed_rows
 from fedcb2o.agent._settings import (
     Settings,
     check_parts,
-    evaluation_copy,
     is_whole,
     num_classes,
     validation_shard,
@@ -31,15 +32,24 @@ from fedcb2o.errors import ConfigError, RunError, describe_type, require
 from fedcb2o.federated import algorithm2, single_agent
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.agent_group import AgentData
+from fedcb2o.federated.aggregation.base import is_finite
 from fedcb2o.federated.algorithms.section import RECOMMENDED
 from fedcb2o.federated.contacts import AgentState
-from fedcb2o.federated.guards.acceptance import Message, max_abs, rejection_reason
+from fedcb2o.federated.guards.acceptance import (
+    MAX_VALUE,
+    Message,
+    is_acceptable,
+    max_abs,
+    rejection_reason,
+)
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.federated.single_agent import ReceivedModel
 from fedcb2o.nn import parameters
+from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.plugins import PluginChoice, to_python
+from fedcb2o.rng import stream
 from fedcb2o.safe_files import check_regular
 
 _REBUILT = (
@@ -121,6 +131,7 @@ class Agent:
         self._state = AgentState.initial(1)
         self._previous = parameters.flatten(self.network)
         self._selected: tuple[tuple[int, ...], int] | None = None
+        self._asked: set[int] = set()  # ids that any `select` of the round named
         self._validation = validation_shard(self.network, validation, columns, loss is not None)
         settings = Settings(
             method=method,
@@ -134,18 +145,18 @@ class Agent:
         )
         count = num_classes(self.network, self._validation, loss)
         self._settings = settings.with_classes(count)
-        self._build(evaluation_copy(self.network))
-        if judge is None:
-            check_parts(self._spec, self._validation)
+        self._build()
+        self._sound_theta()
+        self._is_random = judge is None and check_parts(self._spec, self._validation)
 
-    def _build(self, module: nn.Module) -> None:
+    def _build(self) -> None:
         """Build everything that follows from the settings."""
         settings = self._settings
-        self._spec = settings.spec(type(self.network).__name__, module)
+        self._spec = settings.spec(type(self.network).__name__, self.network)
         attack = build_attack(settings.attack)
         self._data = self._agent_data(self._validation, settings.num_samples, attack)
         self._shortfall = Shortfall(self._spec.algorithm, settings.malicious_share)
-        self._format = ModelFormat(module, self._is_numpy)
+        self._format = ModelFormat(self.network, self._is_numpy)
         self._buffer = self._previous.new_empty(0, 0)
 
     @property
@@ -206,13 +217,20 @@ class Agent:
             ConfigError: The attack fails, or knows models that are missing or invalid.
         """
         theta = self._own_theta()
+        if not is_acceptable(max_abs(theta.unsqueeze(0), [0])).all():
+            warnings.warn(
+                f"peers refuse this model: it holds numbers that are not finite, or beyond "
+                f"{MAX_VALUE:g}. Take a smaller step size, or scale samples and targets",
+                stacklevel=2,
+            )
         if not self._data.attack.is_crafting(self.round):
             return self._format.to_user(theta.unsqueeze(0))[0]
 
         ids = self._peers.ids([*(benign or {}), *(fellows or {})])
         spec = dataclasses.replace(self._spec, num_agents=self._peers.num_agents)
         attacker = Attacker(spec, self._data, self._format, self.round, theta, self._previous)
-        return attacker.publish(ids, benign or {}, fellows or {})
+        with self._evaluation():
+            return attacker.publish(ids, benign or {}, fellows or {})
 
     def select(self, candidates: Iterable[Peer], budget: int) -> list[Any]:
         """Select the peers to ask in this round (alg:localAggregation, line 1).
@@ -236,8 +254,9 @@ class Agent:
         models = self._previous.unsqueeze(0)
         group = single_agent.agent_group(self._round_spec(), self._data, models=models)
         asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
-        own = self._peers.own
-        return [self._peers.name(id) for id in asked.values.tolist() if id != own]
+        ids = [id for id in asked.values.tolist() if id != self._peers.own]
+        self._asked.update(ids)
+        return [self._peers.name(id) for id in ids]
 
     def aggregate(
         self,
@@ -250,7 +269,8 @@ class Agent:
             models: Models by peer: state dicts, or flat arrays in the order of theta. Models that
                 are invalid are refused, and nothing of them is used. Without any model, the agent
                 keeps its own.
-            samples: Number of training samples that each peer claims; by default equal numbers.
+            samples: Number of training samples that each peer claims; by default equal numbers. A
+                table of more peers is possible.
 
         Returns:
             The decision. The network has the new model.
@@ -264,10 +284,17 @@ class Agent:
                     f"`{argument}` must be a table by the names of peers, got "
                     f"{describe_type(table)}"
                 )
+        strangers = [name for name in samples or {} if name not in models]
+        missing = [name for name in models if samples and name not in samples]
+        if strangers and missing:
+            raise ConfigError(
+                f"`samples` has a number for {strangers[0]!r} and none for the model of "
+                f"{missing[0]!r}: take the names in `models`"
+            )
         names = dict(zip(self._peers.ids(models), models, strict=True))
         first_row = 1 + self._spec.algorithm.keeps_previous
         buffer = self._model_buffer(first_row + len(names))
-        self._own_theta(out=buffer[0])
+        self._sound_theta(out=buffer[0])
         buffer[1:first_row] = self._previous
 
         refused: dict[Any, str] = {}
@@ -289,6 +316,8 @@ class Agent:
             reason = unreadable or rejection_reason(
                 message, dim=self._format.dim, n=self.round, largest=size
             )
+            if self._selected is not None and id not in self._asked:
+                reason = "it was not asked: `select` did not name it in this round"
             if reason:
                 refused[name] = reason
             else:
@@ -303,16 +332,24 @@ class Agent:
         oracle = None
         if self._judge is not None:
             oracle = JudgeOracle(group, self._judge, self._format)
-        self._state, decisions = algorithm2.local_aggregation_(
-            group,
-            self.round,
-            self._state,
-            lambda asked: single_agent.inbox_of_one(group, self.round, asked.values, received),
-            oracle=oracle,
-        )
+        with self._evaluation():
+            state, decisions = algorithm2.local_aggregation_(
+                group,
+                self.round,
+                self._state,
+                lambda asked: single_agent.inbox_of_one(group, self.round, asked.values, received),
+                oracle=oracle,
+            )
+        if not is_finite(buffer[0]):
+            raise RunError(
+                "the agent's model is not finite after mixing finite models, and stays as it was: "
+                "check your rule"
+            )
+        self._load(buffer[0])
         self._previous.copy_(buffer[0])
-        self._load(self._previous)
+        self._state = state
         self._selected = None
+        self._asked = set()
         self.round += 1
         # One warning is enough for all rounds.
         if not self._shortfall.messages():
@@ -340,75 +377,130 @@ class Agent:
         return self._model_buffer(first_row + num_models)[first_row : first_row + num_models]
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return what the agent remembers; its network's parameters are not part of it.
+        """Return what the agent remembers of its peers, without its network's parameters.
 
         Returns:
             Tensors by name, for `load_state_dict`.
         """
-        memory = Memory(self.round, self._peers.names, self._state, self._previous)
+        previous = self._format.views(self._previous.cpu().clone())
+        method = self._settings.method_name()
+        memory = Memory(self.round, self._peers.names, self._state, previous, method)
         return memory.to_tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what an agent with the same network and method remembered.
 
+        The network stays as it is: load its own state dict, too.
+
         Args:
             state: The result of `state_dict`.
 
         Raises:
-            RunError: It is no such state, or that of another network.
+            RunError: It is no such state, or that of another network or method.
         """
         memory = Memory.from_tensors(state)
-        if memory.previous.shape != self._previous.shape:
-            raise RunError("it is the memory of an agent with another network")
+        method = self._settings.method_name()
+        if memory.method not in ("", method):
+            raise RunError(
+                f"it is the memory of an agent with the method {memory.method}, and this one has "
+                f"{method}"
+            )
+        self._previous.copy_(self._read_saved(memory.previous))
         self.round = memory.round
         self._peers.names = memory.peers
         self._state = memory.state
-        self._previous.copy_(memory.previous)
+
+    def _read_saved(self, model: Model) -> Float[Tensor, " d"]:
+        """Return a model that was saved; RunError if it is that of another network."""
+        row = torch.empty_like(self._previous)
+        reason = self._format.read_(model, row)
+        if reason:
+            raise RunError(f"it is the memory of an agent with another network: {reason}")
+        return row
 
     def save(self, path: Path | str) -> None:
-        """Write what the agent remembers to a file, readable for its owner only.
+        """Write the agent's model and what it remembers to a file, readable for its owner only.
+
+        Frozen parameters and buffers are not written.
 
         Args:
             path: A file, such as "agent.safetensors"; it is replaced as a whole.
         """
-        state = {name: tensor.contiguous() for name, tensor in self.state_dict().items()}
-        records.atomic_write(Path(path), save(state))
+        model = with_prefix("model.", self._format.views(self._own_theta()))
+        state = {**self.state_dict(), **model, "frozen": self._format.frozen_checksum()}
+        records.atomic_write(Path(path), save({k: t.contiguous() for k, t in state.items()}))
 
     def load(self, path: Path | str) -> None:
-        """Restore what an agent with the same network and method wrote with `save`.
+        """Restore an agent with the same network and method from a file that `save` wrote.
+
+        The network gets the model that it had at that time. In a file of 0.2 there is none.
 
         Args:
             path: The file.
 
         Raises:
-            RunError: The file is missing or damaged, or of another network.
+            RunError: The file is missing or damaged, or of another network or method.
         """
         try:
             check_regular(path, follow_links=True)
             state = load_file(path)
         except (OSError, SafetensorError) as error:
             raise RunError(f"the memory of an agent in {path} cannot be read: {error}") from error
+        model = without_prefix("model.", state)
+        if not model:
+            warnings.warn(
+                f"{path} was written by fedcb2o 0.2 and holds no model: load the network's own "
+                "state dict",
+                stacklevel=2,
+            )
+            self.load_state_dict(state)
+            return
+        if not state["frozen"].equal(self._format.frozen_checksum()):
+            raise RunError(
+                f"{path} is of an agent whose network has other frozen parameters: load these first"
+            )
+        theta = self._read_saved(model)
         self.load_state_dict(state)
+        self._load(theta)
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
-        return {**state, "_module": self._spec.module}
+        return {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        module = state.pop("_module")
         self.__dict__.update(state)
-        self._build(module)
+        self._build()
+
+    @contextlib.contextmanager
+    def _evaluation(self) -> Iterator[None]:
+        """Let models be evaluated on the user's network itself, which is as before afterwards."""
+        if self._judge is not None:
+            yield
+            return
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(parameters.borrowed(self.network))
+            if self._is_random:
+                for handle in seed_evaluation_(self.network, stream(self._spec.seed, "evaluation")):
+                    stack.callback(handle.remove)
+            self.network.eval()
+            # A network may merge its adapters in evaluation.
+            self._format.require_same()
+            yield
 
     def _own_theta(self, out: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
         """Return a copy of theta, in the memory of `out` where it is given."""
+        self._format.require_same()
         shared = parameters.shared_tensors(self.network).values()
-        size = sum(tensor.numel() for tensor in shared)
-        if size != self._format.dim:
-            raise ConfigError(
-                f"the network has {size} numbers to exchange, and had {self._format.dim} "
-                "when the agent was made: freeze layers before, or make a new agent"
-            )
         return torch.cat([tensor.detach().reshape(-1) for tensor in shared], out=out)
+
+    def _sound_theta(self, out: Float[Tensor, " d"] | None = None) -> Float[Tensor, " d"]:
+        """Return `_own_theta`; ConfigError if it is not finite."""
+        theta = self._own_theta(out)
+        if not is_finite(theta):
+            raise ConfigError(
+                "the agent's own model holds numbers that are not finite: its training diverged. "
+                "Take a smaller step size, and assign a finite model to `agent.theta`"
+            )
+        return theta
 
     def _model_buffer(self, num_rows: int) -> Float[Tensor, "rows d"]:
         """Return at least `num_rows` rows for models; new memory in every round takes longer."""
@@ -449,6 +541,7 @@ class Agent:
 
     def _load(self, theta: Float[Tensor, " d"]) -> None:
         """Copy a model into the network."""
+        self._format.require_same()
         views = self._format.views(theta)
         with torch.no_grad():
             for name, tensor in parameters.shared_tensors(self.network).items():

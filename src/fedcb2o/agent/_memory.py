@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedcb2o.agent._models import Model
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.types import Contacts
@@ -21,7 +22,6 @@ Peer = Hashable
 """Name of a peer: a text or a whole number."""
 
 _MAX_ID = 999_999
-_RULE = "rule."
 
 
 class Memory(NamedTuple):
@@ -32,21 +32,25 @@ class Memory(NamedTuple):
     peers: list[Any]
     # Contacts with their likelihoods, and the state of the rule.
     state: AgentState
-    # The model after the last round.
-    previous: Tensor
+    # The model after the last round: tensors by name; in files of 0.2, flat.
+    previous: Model
+    # Name of the method, and of its rule; empty in files of 0.2.
+    method: str
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the memory as tensors by name."""
         contacts = self.state.contacts[0]
         # Names are texts and numbers, and a safetensors file holds tensors only.
-        content = json.dumps({"round": self.round, "peers": self.peers}).encode()
+        entries = {"round": self.round, "peers": self.peers, "method": self.method}
+        content = json.dumps(entries).encode()
+        assert isinstance(self.previous, Mapping)
         tensors = {
             "memory": torch.frombuffer(bytearray(content), dtype=torch.uint8),
             "contacts.ids": contacts.ids,
             "contacts.likelihood": contacts.likelihood,
-            "previous": self.previous.cpu().clone(),
+            **with_prefix("previous.", self.previous),
         }
-        return tensors | {_RULE + key: t for key, t in self.state.rule_states[0].items()}
+        return tensors | with_prefix("rule.", self.state.rule_states[0])
 
     @classmethod
     def from_tensors(cls, tensors: Mapping[str, Tensor]) -> "Memory":
@@ -57,11 +61,24 @@ class Memory(NamedTuple):
         try:
             memory = json.loads(bytes(tensors["memory"].numpy()))
             contacts = Contacts(tensors["contacts.ids"], tensors["contacts.likelihood"])
-            rule = {k.removeprefix(_RULE): t for k, t in tensors.items() if k.startswith(_RULE)}
+            rule = without_prefix("rule.", tensors)
             state = AgentState(ContactTable.from_contacts([contacts]), (rule,))
-            return cls(int(memory["round"]), list(memory["peers"]), state, tensors["previous"])
+            previous: Model = without_prefix("previous.", tensors)
+            previous = tensors.get("previous", previous)
+            method = str(memory.get("method", ""))
+            return cls(int(memory["round"]), list(memory["peers"]), state, previous, method)
         except (KeyError, ValueError, TypeError) as error:
             raise RunError(f"it is not the memory of an agent: {error!r}") from error
+
+
+def with_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors under longer names."""
+    return {prefix + name: tensor for name, tensor in tensors.items()}
+
+
+def without_prefix(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the tensors whose names have a prefix, under the rest of their names."""
+    return {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
 
 
 class PeerIds:

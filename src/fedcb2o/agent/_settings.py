@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +17,8 @@ from fedcb2o.federated import losses, part_checks
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
-from fedcb2o.plugins import PluginChoice, attribute_errors
+from fedcb2o.nn import parameters
+from fedcb2o.plugins import PluginChoice, attribute_errors, function_name
 from fedcb2o.user_values import to_tensor
 
 
@@ -74,6 +76,13 @@ class Settings:
             max_samples=2**53,
         )
 
+    def method_name(self) -> str:
+        """Return the name of the method, and of its rule where it has one."""
+        section = AlgorithmSection.model_validate(as_component(self.method))
+        rule = as_component(section.parameters.get("rule", ""))
+        names = [section.name, rule["name"] if isinstance(rule, Mapping) else ""]
+        return " with ".join(n if isinstance(n, str) else function_name(n) for n in names if n)
+
     def with_classes(self, num_classes: int) -> "Settings":
         """Return the same settings for a number of classes.
 
@@ -94,19 +103,23 @@ def evaluation_copy(network: nn.Module) -> nn.Module:
     return copy.deepcopy(network, dict(frozen)).eval()
 
 
-def check_parts(spec: RunSpec, validation: Shard) -> None:
+def check_parts(spec: RunSpec, validation: Shard) -> bool:
     """Check that the network and the loss are functions of one sample.
 
-    A network or loss that mixes samples is a ConfigError.
+    A network or loss that mixes samples is a ConfigError. Returns whether the network draws random
+    numbers in evaluation.
     """
+    networks = [evaluation_copy(spec.module), evaluation_copy(spec.module)]
     part_checks.check_model(
         spec.model,
-        [spec.module, evaluation_copy(spec.module)],
+        networks,
         validation,
         spec.seed,
         num_classes=spec.num_classes,
         loss=spec.training.loss,
     )
+    # The check seeds such a network by hooks.
+    return len(networks[0]._forward_hooks) > len(spec.module._forward_hooks)
 
 
 def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss: bool) -> Shard:
@@ -125,6 +138,12 @@ def validation_shard(network: nn.Module, validation: Any, columns: Any, has_loss
     if not numbers and y.dtype.kind not in "iub":
         raise DataError("`y` must hold the classes as whole numbers from 0, as the network does")
     (x,) = match_samples(["the validation samples"], [torch.from_numpy(samples)])
+    if x.dtype == torch.uint8:
+        warnings.warn(
+            "the validation samples are bytes (uint8), which the agent divides by 255, as "
+            "`fedcb2o.run` does: train on x / 255, too, or pass the numbers on which you train",
+            stacklevel=3,
+        )
     return Shard(x.to(device), torch.from_numpy(y if numbers else y.astype(np.int64)).to(device))
 
 
@@ -139,13 +158,12 @@ def num_classes(network: nn.Module, validation: Shard, loss: PluginChoice | None
     name = loss["name"] if isinstance(loss, Mapping) else loss
     if name in (losses.answer_loss, losses.answer_loss.__name__):
         return 1 + int(validation.y.max())
-    # The user's network is as before, whatever the evaluation does.
-    was_training = network.training
-    try:
-        with torch.no_grad(), attribute_errors("model", type(network).__name__):
-            outputs = network.eval()(features(validation.x[:2]))
-    finally:
-        network.train(was_training)
+    with (
+        parameters.borrowed(network),
+        torch.no_grad(),
+        attribute_errors("model", type(network).__name__),
+    ):
+        outputs = network.eval()(features(validation.x[:2]))
     labels = validation.y
     if outputs.ndim != 2 or labels.min() < 0 or labels.max() >= outputs.shape[1]:
         raise DataError(

@@ -178,10 +178,11 @@ class AttackMod:
         is_train = message.metadata.message_type.startswith(MessageType.TRAIN)
         if not is_train or not self.is_malicious(context):
             return call_next(message, context)
-        before = context.state.get(OWN_MODEL, first_arrays(message.content))
+        record = context.state.get(OWN_MODEL, first_arrays(message.content))
+        before = record.to_torch_state_dict()
         me = int(context.node_config.get("partition-id", context.node_id)) % _NUM_IDS
         agent = Agent(
-            to_row(before.to_torch_state_dict()),
+            to_row(before),
             judge=_no_judge,
             attack=self.attack,
             seed=self.seed,
@@ -195,7 +196,9 @@ class AttackMod:
             _TRAINING_DATA.reset(token)
         if not reply.has_error():
             key, record = next(iter(reply.content.array_records.items()))
-            trained = record.to_torch_state_dict()
+            state = record.to_torch_state_dict()
+            # The app may list its arrays in another order.
+            trained = {name: state[name] for name in (*before, *state) if name in state}
             agent.theta = to_row(trained)
             reply.content[key] = ArrayRecord(from_row(agent.publish(), trained))
         return reply

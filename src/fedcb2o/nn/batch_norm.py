@@ -9,8 +9,9 @@ have a mode:
   AdaBN: Li et al., "Revisiting batch normalization for practical domain adaptation", 2016);
 - "dropped": their initial values for ever.
 
-A norm with frozen parameters is frozen as a whole, with its statistics. Counts of batches are never
-part of a model: they start at 0 in each LocalUpdate.
+A norm with frozen parameters is frozen as a whole, with its statistics. Without a mode, in a user's
+own loop, all statistics are shared. Counts of batches are never part of a model: they start at 0 in
+each LocalUpdate.
 
 Example:
     >>> network = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
@@ -119,9 +120,12 @@ def _norm_layers(module: nn.Module, *kinds: StatisticsMode) -> dict[str, _NormBa
 
 
 def _statistics_mode(layer: _NormBase) -> StatisticsMode:
+    mode: StatisticsMode | None = getattr(layer, _MODE_ATTRIBUTE, None)
+    # In a user's own loop, a norm with frozen parameters may still change its statistics.
+    if mode is None:
+        return "shared"
     own_parameters = list(layer.parameters(recurse=False))
     # A norm with frozen parameters is frozen as a whole.
     if own_parameters and not any(p.requires_grad for p in own_parameters):
         return "dropped"
-    mode: StatisticsMode = getattr(layer, _MODE_ATTRIBUTE, "shared")
     return mode

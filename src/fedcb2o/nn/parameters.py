@@ -10,8 +10,9 @@ Example:
     True
 """
 
+import contextlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -156,6 +157,38 @@ def contiguous_leaves(tensors: Sequence[Tensor]) -> list[Tensor]:
     They take gradients where the originals do.
     """
     return [tensor.detach().contiguous().requires_grad_(tensor.requires_grad) for tensor in tensors]
+
+
+@contextlib.contextmanager
+def borrowed(module: nn.Module) -> Iterator[None]:
+    """Let other models be evaluated on a user's network, which is as before afterwards.
+
+    Inside, buffers are copies, and parameters may be bound to other memory.
+    """
+    modes = [(part, part.training) for part in module.modules()]
+    buffers = [
+        (part._buffers, name, buffer)
+        for part in module.modules()
+        for name, buffer in part._buffers.items()
+        if buffer is not None
+    ]
+    tensors = [*shared_tensors(module).values(), *(buffer for *_, buffer in buffers)]
+    memory = [tensor.data for tensor in tensors]
+    # Since the last time, other layers may be frozen.
+    _SHAPES.pop(module, None)
+    try:
+        for *_, buffer in buffers:
+            buffer.data = buffer.data.clone()
+        yield
+    finally:
+        for slots, name, buffer in buffers:
+            slots[name] = buffer
+        for tensor, data in zip(tensors, memory, strict=True):
+            tensor.data = data
+        # A network's own `train` may do more, such as unmerge adapters.
+        module.train(modes[0][1])
+        for part, mode in modes:
+            part.training = mode
 
 
 def is_bound(module: nn.Module, theta: Float[Tensor, " d"]) -> bool:

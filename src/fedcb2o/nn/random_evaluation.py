@@ -7,7 +7,7 @@ Example:
     >>> from fedcb2o.rng import stream
     >>> network = nn.Sequential(nn.Linear(4, 2), nn.Dropout()).eval()
     >>> _ = network[1].train()
-    >>> seed_evaluation_(network, stream(0, "evaluation"))
+    >>> _ = seed_evaluation_(network, stream(0, "evaluation"))
     >>> x = torch.ones(1, 4)
     >>> torch.equal(network(x), network(x))
     True
@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from fedcb2o.nn.network_checks import random_place
 from fedcb2o.rng import stream
@@ -49,12 +50,17 @@ def seed_if_random_(
     return True
 
 
-def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> None:
-    """Seed PyTorch's generator before each forward pass of a network in evaluation."""
+def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> list[RemovableHandle]:
+    """Seed PyTorch's generator before each forward pass of a network in evaluation.
+
+    The handles end it.
+    """
     hooks = _EvaluationSeed(int(draw.integers(2**63)))
-    module.register_forward_pre_hook(hooks.seed_generator)
-    # Also after an error in the forward pass.
-    module.register_forward_hook(hooks.restore_generator, always_call=True)
+    return [
+        module.register_forward_pre_hook(hooks.seed_generator),
+        # Also after an error in the forward pass.
+        module.register_forward_hook(hooks.restore_generator, always_call=True),
+    ]
 
 
 class _EvaluationSeed:
