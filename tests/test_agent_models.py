@@ -69,7 +69,11 @@ FORMS = {
     "reversed": lambda network, path: dict(reversed(network.state_dict().items())),
     "safetensors": lambda network, path: through_file(network.state_dict(), path),
     "arrays": lambda network, path: {k: t.numpy() for k, t in network.state_dict().items()},
-    "float64": lambda network, path: {k: t.double() for k, t in make(network).publish().items()},
+    "float64": lambda network, path: {
+        k: t.double() / 3 * 3 if t.is_floating_point() else t
+        for k, t in network.state_dict().items()
+        if k in make(network).publish() or k == "second.weight"
+    },
     "without the first name of tied tensors": lambda network, path: {
         k: t for k, t in network.state_dict().items() if k != "first.weight"
     },

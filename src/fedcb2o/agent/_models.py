@@ -145,25 +145,23 @@ class ModelFormat:
             reason = _copy_(f"`{key}`", model[key], self.shapes[name], row[self.columns[name]])
             if reason:
                 return reason
-        return self._difference(model, given, row, constants)
+        return self._difference(model, given, constants)
 
     def _difference(
         self,
         model: Mapping[str, Any],
         given: Mapping[str, str],
-        row: Float[Tensor, " d"],
         constants: Mapping[str, Tensor],
     ) -> str:
         """Return the reason to refuse a model whose other tensors make it another function.
 
         These are second names of tied tensors, frozen parameters and constant buffers. `given` has
-        the name in the model of each tensor of theta, which is in the row.
+        the name in the model of each tensor of theta, which is valid.
         """
         for name, value in model.items():
             tied = self._aliases.get(name)
             if tied is not None and given[tied] != name:
-                own = row[self.columns[tied]].view(self.shapes[tied])
-                if not _equals(value, own):
+                if not _equals(value, to_tensor("it holds", model[given[tied]])):
                     return f"`{name}` and `{given[tied]}` are one tensor in the network, and differ"
             elif name in constants and not _equals(value, constants[name]):
                 return (
