@@ -422,11 +422,6 @@ def test_import_checks_before_it_copies(tmp_path, damage):
     assert names(tmp_path / "target") == []
 
 
-def test_import_from_a_missing_folder_is_refused(tmp_path):
-    with pytest.raises(DataError, match="there is no such folder"):
-        import_files(RELEASE, tmp_path / "nowhere", tmp_path / "target")
-
-
 def test_import_next_to_another_set_is_refused(tmp_path):
     source = write(tmp_path / "source", contents())
     target = write(tmp_path / "target", contents(), "emnist47")

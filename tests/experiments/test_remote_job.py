@@ -11,18 +11,7 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.experiments.runs import _provenance, exclusive_lock
-from fedcb2o.experiments.runs._remote_job import (
-    FOLDER_PREFIX,
-    JobUpdate,
-    RemoteJob,
-    dataset_bytes,
-    dataset_dtypes,
-    execute,
-    file_stamps,
-    read_bytes,
-    write_files,
-)
+from fedcb2o.experiments.runs import _provenance, _remote_job, exclusive_lock
 from fedcb2o.experiments.runs._run_directory import open_run
 
 pytest.importorskip("ray")
@@ -32,22 +21,33 @@ pytest.importorskip("ray")
 def temporary(tmp_path, monkeypatch) -> Path:
     """Return the parent folder of temporary folders."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
-    monkeypatch.setattr("fedcb2o.experiments.runs._remote_job.REPORT_INTERVAL", 0.0)
+    monkeypatch.setattr(_remote_job, "REPORT_INTERVAL", 0.0)
     (tmp_path / "temporary").mkdir()
     return tmp_path / "temporary"
 
 
-def job_updates(folder: Path, *, watched: bool = True, **changes: object) -> list[JobUpdate]:
+def job_updates(
+    folder: Path, *, watched: bool = True, **changes: object
+) -> list[_remote_job.JobUpdate]:
     """Return the updates of a job that continues from the files in a folder."""
     experiment = load(tiny(**changes))
     folder.mkdir(exist_ok=True)
     open_run(folder, experiment, resume=True)
     dataset = load_dataset(experiment, None)
-    job = RemoteJob(
-        experiment, dataset.names, dataset_dtypes(dataset), None, 0.0, watched, str(folder)
+    job = _remote_job.RemoteJob(
+        experiment,
+        dataset.names,
+        _remote_job.dataset_dtypes(dataset),
+        None,
+        0.0,
+        watched,
+        str(folder),
     )
-    files = {str(path.relative_to(folder)): read_bytes(path) for path in file_stamps(folder)}
-    return list(execute(job, files, dataset_bytes(dataset)))
+    files = {
+        str(path.relative_to(folder)): _remote_job.read_bytes(path)
+        for path in _remote_job.file_stamps(folder)
+    }
+    return list(_remote_job.execute(job, files, _remote_job.dataset_bytes(dataset)))
 
 
 def test_updates_have_all_rounds_and_only_changed_files(tmp_path, temporary):
@@ -62,7 +62,7 @@ def test_updates_have_all_rounds_and_only_changed_files(tmp_path, temporary):
         True
     ]
     for update in updates:
-        write_files(tmp_path / "one", update.files)
+        _remote_job.write_files(tmp_path / "one", update.files)
     run(tiny(rounds=6), out=tmp_path / "two", workers=1)
     for name in ("metrics.jsonl", "checkpoint.safetensors", "summary.json"):
         assert (tmp_path / "one" / "seed-1000" / name).read_bytes() == (
@@ -80,10 +80,10 @@ def test_updates_of_an_unwatched_job_have_only_files(tmp_path):
 
 def test_only_the_files_of_a_run_are_sent(tmp_path):
     run(tiny(rounds=1), out=tmp_path / "one", workers=1)
-    names = {path.name for path in file_stamps(tmp_path)}
+    names = {path.name for path in _remote_job.file_stamps(tmp_path)}
     for name in ("fedcb2o-1-2.arena", "checkpoint.safetensors.tmp", "notes.md"):
         (tmp_path / "one" / "seed-1000" / name).touch()
-    assert names == {path.name for path in file_stamps(tmp_path)}
+    assert names == {path.name for path in _remote_job.file_stamps(tmp_path)}
     assert names > {"config.toml", "checkpoint.safetensors", "metrics.jsonl", "sums.json"}
 
 
@@ -97,7 +97,7 @@ def test_updates_have_log_messages(tmp_path, monkeypatch):
 
 def test_folders_of_killed_processes_are_removed(tmp_path, temporary):
     abandoned, recent, locked = (
-        temporary / f"{FOLDER_PREFIX}{name}" for name in ("left", "young", "held")
+        temporary / f"{_remote_job.FOLDER_PREFIX}{name}" for name in ("left", "young", "held")
     )
     for folder in (abandoned, recent, locked):
         (folder / "run").mkdir(parents=True)

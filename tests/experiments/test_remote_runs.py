@@ -23,7 +23,6 @@ from fedcb2o.experiments.runs._remote_job import file_stamps
 pytest.importorskip("ray")
 
 from fedcb2o.ray_backend import _tasks
-from fedcb2o.ray_backend._tasks import Task, TaskPool
 
 # they have times, or checksums of such files
 TIMED_FILES = ("environment.json", "timing.jsonl", "cells.json", "sums.json")
@@ -179,8 +178,12 @@ def test_an_error_of_a_task_is_reported_after_its_results(cluster, monkeypatch):
         events.append((type(error), str(error)))
         return events.count(0) < 2
 
-    TaskPool().map_unordered(
-        2, ["one"], lambda _: Task(broken, (0,)), lambda _, number: events.append(number), failed
+    _tasks.TaskPool().map_unordered(
+        2,
+        ["one"],
+        lambda _: _tasks.Task(broken, (0,)),
+        lambda _, number: events.append(number),
+        failed,
     )
     assert (
         events == [0, 1, (RunError, "work on the cluster failed (ValueError: out of numbers)")] * 2
@@ -203,8 +206,8 @@ def test_a_failed_task_is_retried_after_a_pause_while_other_tasks_run(cluster, m
             return True
         return False
 
-    TaskPool().map_unordered(
-        2, ["bad", *map(str, range(4))], lambda _: Task(broken, (0,)), on_result, failed
+    _tasks.TaskPool().map_unordered(
+        2, ["bad", *map(str, range(4))], lambda _: _tasks.Task(broken, (0,)), on_result, failed
     )
     assert times["again"] - times["failed"] >= 4
     assert times["others"] < times["again"]
