@@ -69,9 +69,9 @@ class Options:
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
     own_likelihood: Literal["every_round"] | None = None  # released code: every round
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
-    criterion: Literal["class_loss_gap", "perturbation_gap", "average_loss", "num_samples"] = (
-        "class_loss_gap"
-    )
+    criterion: Literal[
+        "class_loss_gap", "class_loss_excess", "perturbation_gap", "average_loss", "num_samples"
+    ] = "class_loss_gap"
     criterion_from_round: int = 0  # T_G
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
@@ -90,6 +90,8 @@ class Options:
     interpolation: float = 1.0  # losses at own + interpolation * (peer - own)
     loss_tolerance: float | None = None  # standard errors above the loss of the agent's model
     # Criteria beyond the paper.
+    least_deviation: float = 0.8  # class_loss_excess: least nats of a standard deviation
+    slack: float = 2.0  # class_loss_excess: standard errors above sqrt(2 log C)
     z: float = 0.0  # standard errors subtracted from the mean difference of rises
     pixels: int = 6  # largest number of painted pixels
     samples: int = 4  # number of validation samples for the gradients
@@ -290,7 +292,9 @@ def local_aggregations(
             values = {i: float(len(agents[i].train_y)) for i in members}
             weights = normalised(values)
         else:
-            uses_gap = options.criterion.endswith("_gap") and n >= options.criterion_from_round
+            uses_gap = (
+                options.criterion != "average_loss" and n >= options.criterion_from_round
+            )
             Q = sublevel_set(losses, candidates, j, options, label_confidence)
             G = {}
             rises = {}
@@ -300,12 +304,12 @@ def local_aggregations(
             for i in sorted({*admitted, j}):
                 if rises:
                     G[i] = perturbation_gap(rises, i, j, options) if i in Q and i != j else 0.0
+                elif not uses_gap:
+                    G[i] = losses[i].mean
+                elif options.criterion == "class_loss_excess":
+                    G[i] = class_loss_excess(losses, i, j, admitted, options)
                 else:
-                    G[i] = (
-                        class_loss_gap(losses, i, j, num_classes, options)
-                        if uses_gap
-                        else losses[i].mean
-                    )
+                    G[i] = class_loss_gap(losses, i, j, num_classes, options)
             G = {i: label_confidence * value for i, value in G.items()}
             # Line 4, independent of line 5: eq:update_sampling_likelihood
             for i in received:
@@ -608,6 +612,60 @@ def class_loss_gap(
     return max(differences)
 
 
+def class_loss_excess(
+    losses: dict[int, Loss], i: int, j: int, received: list[int], options: Options
+) -> float:
+    """Compute max_c max(0, d_c - m s_c) max(1, least_deviation / sigma) (beyond the paper).
+
+    d_c is the mean over agent j's samples of class c of L(theta^i) - L(theta^j), and s_c = sigma /
+    sqrt(n_c). sigma and m are medians over the better half of the received models.
+    """
+    if i == j:
+        return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
+    classes = sorted(set(losses[j].labels))
+    counts = {c: losses[j].labels.count(c) for c in classes}
+    own = [min(error, MOST) for error in losses[j].errors]
+
+    differences = {
+        k: [a - b for a, b in zip(losses[k].errors, own, strict=True)] for k in [*received, i]
+    }
+    gaps = {
+        k: {
+            c: sum(d for d, y in zip(ds, losses[j].labels, strict=True) if y == c) / counts[c]
+            for c in classes
+        }
+        for k, ds in differences.items()
+    }
+
+    median_loss = lower_median([losses[k].mean for k in received])
+    better = [k for k in received if losses[k].mean <= median_loss]
+    freedom = sum(n - 1 for n in counts.values())
+    variances = []
+    for k in better:
+        ds = differences[k]
+        if freedom:
+            squares = [(d - gaps[k][y]) ** 2 for d, y in zip(ds, losses[j].labels, strict=True)]
+            variances.append(sum(squares) / freedom)
+        else:
+            mean = sum(ds) / len(ds)
+            variances.append(sum((d - mean) ** 2 for d in ds) / max(1, len(ds) - 1))
+    finite = [variance for variance in variances if math.isfinite(variance)]
+    sigma = max(1e-3, math.sqrt(lower_median(finite))) if finite else 1e-3
+
+    errors = {c: sigma / math.sqrt(counts[c]) for c in classes}
+    largest = [max(gaps[k][c] / errors[c] for c in classes) for k in better]
+    finite = [value for value in largest if math.isfinite(value)]
+    bound = math.sqrt(2 * math.log(len(classes))) + options.slack
+    m = min(bound, max(0.0, lower_median(finite))) if finite else 0.0
+    excess = max(0.0, *(gaps[i][c] - m * errors[c] for c in classes))
+    return excess * max(1.0, options.least_deviation / sigma)
+
+
+def lower_median(values: list[float]) -> float:
+    """Return the median, of an even number of values the lower one."""
+    return sorted(values)[(len(values) - 1) // 2]
+
+
 def perturbation_gap(rises: dict[int, list[float]], i: int, j: int, options: Options) -> float:
     """Return the mean rise of a peer's loss minus the rise of agent j's, less z standard errors.
 
@@ -765,20 +823,21 @@ def sublevel_set(
         q_beta = quantile(L, options.beta)
     Q = [i for i in models if losses[i].mean <= q_beta + options.delta_q]
     others = sorted((i for i in models if i not in Q), key=lambda i: losses[i].mean)
-    added = round((1 - label_confidence**2) * len(others))
+    added = round((1 - label_confidence) * len(others))
     return [i for i in models if i in {*Q, *others[:added], *tolerated}]
 
 
 def confidence(agent: Agent, num_classes: int) -> float:
     """Return an agent's confidence in its losses, at most 1 (beyond the paper).
 
-    It is the effective number of classes in its validation data over the required number.
+    It is the square of the effective number of classes in its validation data over the required
+    number.
     """
     labels = [int(y) for y in agent.validation_y]
     shares = [labels.count(c) / len(labels) for c in set(labels)]
     effective = math.exp(-sum(p * math.log(p) for p in shares))
     required = agent.algorithm.label_coverage * num_classes
-    return 1.0 if effective >= required else effective / required
+    return 1.0 if effective >= required else (effective / required) ** 2
 
 
 def consensus_weights(

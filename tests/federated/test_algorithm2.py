@@ -125,6 +125,12 @@ FEDCB2O = {
     "exact consensus": {"selection": "everyone", "beta": 0.34, "own_model": "judged"},
     "label coverage": {"label_coverage": 1.0, "beta": 0.34, "own_model": "judged"},
     "label coverage, all models": {"label_coverage": 1.0},
+    "excess": {"criterion": "class_loss_excess", "own_model": "judged", "alpha": 1.0},
+    "excess, own a candidate": {"criterion": "class_loss_excess", "own_candidate": True},
+    "excess, T_G, label coverage": {
+        **{"criterion": "class_loss_excess", "criterion_from_round": 1, "label_coverage": 1.0},
+        **{"own_model": "judged", "beta": 0.5, "alpha": 1.0},
+    },
     "delta_q": {"selection": "everyone", "beta": 0.3, "delta_q": 0.15, "own_model": "judged"},
     "averaged level": {
         "selection": "everyone",

@@ -90,7 +90,7 @@ def test_a_non_finite_value_has_weight_0(own_model, bad, case, combined):
 
 
 def test_an_agent_of_few_classes_relies_less_on_its_losses():
-    """With one of two needed classes, alpha counts half and 1 - beta a quarter.
+    """With one of two needed classes, alpha counts a quarter, and so does the sub-level set.
 
     Q_0.5 of six models has three members. Of the three other models, 0.75 * 3, rounded to 2, join.
     """
@@ -99,7 +99,7 @@ def test_an_agent_of_few_classes_relies_less_on_its_losses():
     )
     options = {"own_model": "judged", "alpha": 2.0, "beta": 0.5}
     mu = apply_algorithm(algorithms.fedcb2o(label_coverage=0.5, **options), view).outcome
-    expected = torch.tensor([-0.5, -1.5, -2.5, -3.5, -torch.inf, 0.0]).exp()
+    expected = torch.tensor([-0.25, -0.75, -1.25, -1.75, -torch.inf, 0.0]).exp()
     torch.testing.assert_close(mu, (expected / expected.sum()).double())
     mu = apply_algorithm(algorithms.fedcb2o(label_coverage=0.25, **options), view).outcome
     expected = torch.tensor([-1.0, -3.0, *[-torch.inf] * 3, 0.0]).exp()
@@ -109,10 +109,10 @@ def test_an_agent_of_few_classes_relies_less_on_its_losses():
 @pytest.mark.parametrize(
     ("labels", "num_classes", "expected"),
     [
-        ([7], 10, 0.2),
-        ([1, 3, 3, 1], 10, 0.4),
+        ([7], 10, 0.04),
+        ([1, 3, 3, 1], 10, 0.16),
         ([0, 1, 2, 3, 4], 10, 1.0),
-        ([0, 0, 0, 1], 8, 4 / 3**0.75 / 4),  # exp(H) = 4 / 3^(3/4)
+        ([0, 0, 0, 1], 8, 3**-1.5),  # exp(H) = 4 / 3^(3/4), of 4 classes
         ([0, 0], 1, 1.0),
         ([1, 1], 2, 1.0),
     ],

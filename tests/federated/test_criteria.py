@@ -13,6 +13,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.criteria import combinations, universal_perturbation
+from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.federated.losses import standard_error_of_mean
 from fedcb2o.federated.types import CriterionInput, batched
 from fedcb2o.rng import stream
@@ -29,6 +30,7 @@ IMAGE_CRITERIA = [name for name in criteria.__all__ if name != "prompt_sensitivi
 
 
 RELATIVE = (
+    "class_loss_excess",
     "class_loss_gap",
     "distance",
     "largest",
@@ -106,6 +108,78 @@ def test_an_absent_class_is_masked_or_zero():
     view = criterion_input([[1.0, 0.0], [0.25, 0.0]], [0.75, 0.0], present=[True, False])
     assert criteria.class_loss_gap(view).tolist() == [0.25, -0.5]
     assert criteria.class_loss_gap(view, absent="zero").tolist() == [0.25, 0.0]
+
+
+def sample_view(differences, labels, num_classes=2):
+    """View of models whose losses on samples differ from those of the agent's own by these."""
+    per_sample = torch.tensor([*differences, [0.0] * len(labels)]).double() + 1
+    known = losses_from_samples(per_sample, torch.tensor(labels), num_classes)
+    view = criterion_input([[0.0] * num_classes] * len(differences), [0.0] * num_classes)
+    return dataclasses.replace(
+        view, losses=known.select(slice(None, -1)), own_losses=known.select(slice(-1, None))
+    )
+
+
+# sigma^2 = 0.04 / 2: two samples of a class have the error 0.1, and 0.8 / sigma = sqrt(32).
+LIKE_OWN = [0.1, -0.1, 0.1, -0.1]
+UNIT = math.sqrt(32)
+
+
+def excess(differences, labels=(0, 0, 1, 1), **options):
+    view = sample_view(differences, labels, max(labels) + 1)
+    return criteria.class_loss_excess(view, **options).tolist()
+
+
+@pytest.mark.parametrize(
+    ("differences", "options", "expected"),
+    [
+        # The gap of the last model in class 1, with the unit of nats it is the paper's G.
+        ([LIKE_OWN, LIKE_OWN, [0, 0, 2.1, 1.9]], {}, [0, 0, 2 * UNIT]),
+        ([LIKE_OWN, LIKE_OWN, [0, 0, 2.1, 1.9]], {"least_deviation": 0.0}, [0, 0, 2]),
+        # The typical peer has a gap of one standard error: it and better ones have the value 0.
+        ([[0.2, 0, 0.1, -0.1], [0.2, 0, 0.1, -0.1], [0, 0, 2.1, 1.9]], {}, [0, 0, 1.9 * UNIT]),
+        # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2.
+        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(2 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
+        ([[0, 0.2, 1.9, 2.1]] * 2, {"slack": 30.0}, [0, 0]),
+        # Memorised samples: sigma is at least 0.001.
+        ([[0.0] * 4, [0.0] * 4, [0, 0, 0.01, 0.01]], {}, [0, 0, 8]),
+        # A model better than the agent's own, and one that is not finite.
+        ([[-1.1, -0.9, -1.1, -0.9], LIKE_OWN, [INF, 0, 0, 0]], {}, [0, 0, INF]),
+        ([[INF] * 4], {}, [INF]),
+        ([], {}, []),
+    ],
+)
+def test_class_loss_excess_by_hand(differences, options, expected):
+    assert excess(differences, **options) == pytest.approx(expected)
+
+
+def test_an_excess_of_single_samples_has_the_error_of_all():
+    """sigma^2 = 0.1^2 + 0.1^2 about the mean of the typical peer, whose gap of 0.1 is m s_c."""
+    values = excess([[0.1, -0.1], [0.1, -0.1], [0.1, 2.0]], labels=(0, 1))
+    assert values == pytest.approx([0, 0, 1.9 * UNIT])
+
+
+def test_an_excess_tends_to_the_class_loss_gap_for_many_samples():
+    draw = torch.Generator().manual_seed(0)
+    labels = [0, 1] * 20_000
+    noise = torch.randn(3, len(labels), generator=draw) / 5
+    noise[2, 1::2] += 1.5
+    view = sample_view(noise.tolist(), labels)
+    values = criteria.class_loss_excess(view, least_deviation=0.0)
+    gap = criteria.class_loss_gap(view).clamp(min=0)
+    torch.testing.assert_close(values, gap, rtol=0, atol=0.01)
+
+
+def test_an_agent_with_a_broken_model_has_no_excess_to_report():
+    view = sample_view([LIKE_OWN, [0.0] * 4], (0, 0, 1, 1))
+    broken = dataclasses.replace(
+        view.own_losses,
+        per_sample=view.own_losses.per_sample + INF,
+        by_class=view.own_losses.by_class + INF,
+    )
+    view = dataclasses.replace(view, own_losses=broken)
+    assert criteria.class_loss_excess(view).tolist() == [0.0, 0.0]
+    assert criteria.class_loss_excess(view.with_own_only()).tolist() == [INF]
 
 
 def test_standard_errors_by_hand():

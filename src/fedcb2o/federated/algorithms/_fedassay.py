@@ -18,11 +18,11 @@ DEFAULT_GUARDS = Guards(
 
 def fedassay(
     *,
-    criterion: PluginChoice = "class_loss_gap",
+    criterion: PluginChoice = "class_loss_excess",
     criterion_from_round: int = 0,
     alpha: float = 1.0,
     beta: float = 0.5,
-    label_coverage: float = 0.5,
+    label_coverage: float = 1.0,
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,

@@ -265,10 +265,10 @@ class SublevelCriterion:
 def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
     """Return how far agents rely on their losses, by the classes that their labels cover.
 
-    The confidence is min(1, exp(H) / (coverage C)), where H is the entropy of the labels, exp(H)
+    The confidence is min(1, exp(H) / (coverage C))^2, where H is the entropy of the labels, exp(H)
     their effective number of classes, and C the number of classes; it is 1 for data without
     classes. With confidence c, `SublevelCriterion` multiplies alpha by c (eq:comp_csp), and adds
-    the share 1 - c^2 of the other models to the sub-level set (eq:clustered_csp).
+    the share 1 - c of the other models to the sub-level set (eq:clustered_csp).
     """
     # On few classes losses say little: a peer with other classes has a high loss, and an attack on
     # other classes a low one.
@@ -278,15 +278,15 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
     counts.scatter_add_(-1, labels, torch.ones_like(labels, dtype=torch.float64))
     p = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     entropy: Tensor = torch.special.entr(p).sum(-1)
-    return (entropy.exp() / max(1.0, coverage * num_classes)).clamp(max=1.0)
+    return (entropy.exp() / max(1.0, coverage * num_classes)).clamp(max=1.0).square()
 
 
 def _widen(
     is_member: Bool[Tensor, " m"], losses: Float[Tensor, " m"], confidence: float
 ) -> Bool[Tensor, " m"]:
-    """Add the share 1 - confidence^2, rounded, of the other models: those of lowest loss."""
+    """Add the share 1 - confidence, rounded, of the other models: those of lowest loss."""
     num_members = int(is_member.sum())
-    num_added = round((1 - confidence**2) * (len(losses) - num_members))
+    num_added = round((1 - confidence) * (len(losses) - num_members))
     if not num_added:
         return is_member
     # Models of equal loss are treated alike.

@@ -4,13 +4,15 @@ A criterion is a function `(inputs) -> values [m]`; its further arguments are ke
 whose value is not finite is not trusted. Losses and values derived from them are in nats.
 As alpha is per unit of the criterion, a criterion in other units needs another alpha.
 
-The value of a model does not depend on the other received models, except in `perturbation_gap` with
-`against` = "majority". So the agent's own model can be evaluated alone, and criteria combine.
+The value of a model does not depend on the other received models, except in
+`class_loss_excess` and in `perturbation_gap` with `against` = "majority", where the agent's own
+model has the value 0. So the agent's own model can be evaluated alone, and criteria combine.
 
 A configuration names a criterion by a name in `__all__`, or a user's own by
 "package.module:function".
 """
 
+from fedcb2o.federated.criteria._class_loss_excess import class_loss_excess
 from fedcb2o.federated.criteria._distance import distance
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
 from fedcb2o.federated.criteria._prompt_sensitivity import prompt_sensitivity
@@ -27,6 +29,7 @@ from fedcb2o.federated.criteria.combinations import largest, weighted_sum
 __all__ = [
     "average_loss",
     "class_loss_entropy",
+    "class_loss_excess",
     "class_loss_gap",
     "distance",
     "largest",
