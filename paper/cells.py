@@ -62,3 +62,9 @@ def measure_missing(
         values = [f"{value:.{decimals}f}" for value in run(cell)]
         with path.open("a", encoding="utf-8", newline="") as file:
             csv.writer(file, lineterminator="\n").writerow([*cell, *values])
+
+
+def remove_method(path: Path, method: str) -> None:
+    """Remove the rows of a method from a table."""
+    table = pd.read_csv(path, dtype=str)
+    table[table.method != method].to_csv(path, index=False, lineterminator="\n")

@@ -32,7 +32,7 @@ ROUNDS = (15, 100, 600)
 MEASURES = tuple(f"{measure}_{n}" for n in ROUNDS for measure in cells.MEASURES)
 METHODS: dict[str, dict[str, Any]] = {
     "FedAssay": {"name": "fedassay"},
-    "FedAssay, interpolation 1": {"name": "fedassay", "guards": {"interpolation": 1.0}},
+    "FedAssay, class_loss_gap": {"name": "fedassay", "criterion": "class_loss_gap"},
     "FedCBO": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0},
     "Multi-Krum with guards": {
         "name": "by_rule",
@@ -63,12 +63,6 @@ def run_cell(cell: Cell, template: Path) -> list[float]:
     return [float(value) for value in table.to_numpy().ravel()]
 
 
-def remove_method(method: str) -> None:
-    """Remove the rows of a method from the table."""
-    table = pd.read_csv(VALUES, dtype=str)
-    table[table.method != method].to_csv(VALUES, index=False, lineterminator="\n")
-
-
 def long_training_table() -> pd.DataFrame:
     """Return accuracy and attack success after each of `ROUNDS`, means over seeds, as text."""
     means = pd.read_csv(VALUES).groupby("method")[list(MEASURES)].mean()
@@ -88,7 +82,7 @@ def main() -> None:
     parser.add_argument("--again", choices=METHODS, help="method whose runs are measured anew")
     again = parser.parse_args().again
     if again:
-        remove_method(again)
+        cells.remove_method(VALUES, again)
     missing = [(SETTING, method, ATTACK, seed) for method in METHODS for seed in SEEDS]
     with tempfile.TemporaryDirectory() as folder:
         template = new(Path(folder) / "lab") / "mine.toml"

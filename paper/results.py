@@ -23,6 +23,7 @@ from urllib.parse import urlencode
 import pandas as pd
 from paper import preregistered
 from paper.long_training import long_training_table
+from paper.weak_places import weak_places_table
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
@@ -389,6 +390,7 @@ TABLES = {
     "losses": losses_table,
     "regrets": regrets_table,
     "long_training": long_training_table,
+    "weak_places": weak_places_table,
     "readme": readme_table,
 }
 

@@ -1,7 +1,7 @@
 """FedAssay and its rivals in the settings in which its former criterion, class_loss_gap, failed.
 
-    .venv/bin/python -m paper.weak_places                     # measure missing runs, an hour on a core
-    .venv/bin/python -m paper.weak_places --again FedAssay    # measure the runs of a method anew
+    .venv/bin/python -m paper.weak_places                     # measure missing runs
+    .venv/bin/python -m paper.weak_places --again FedAssay    # measure a method anew
     .venv/bin/python -m paper.results                         # the table of docs/results.md
 
 The values are in docs/benchmark/weak-places/values.csv, one row per setting, method, attack and
@@ -22,23 +22,12 @@ import pandas as pd
 from paper import cells
 from paper.cells import Cell
 from paper.distil import DIGITS, EMNIST, SMALL, TWO_CLASSES, skewed
+from paper.long_training import METHODS
 
 import fedcb2o
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "weak-places" / "values.csv"
 MEASURES = ("accuracy", "success", "worst_accuracy", "worst_success")
-METHODS: dict[str, dict[str, Any]] = {
-    "FedAssay": {"name": "fedassay"},
-    "FedAssay, class_loss_gap": {"name": "fedassay", "criterion": "class_loss_gap"},
-    "FedCBO": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0},
-    "Multi-Krum with guards": {
-        "name": "by_rule",
-        "rule": "multi_krum",
-        "selection": "prob_sampling",
-        "guards": True,
-    },
-    "Local training": {"name": "local_training"},
-}
 ATTACKS: dict[str, dict[str, Any]] = {
     "none": {"agents.malicious_role": "clean"},
     "label flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}},
@@ -58,9 +47,7 @@ class Setting(NamedTuple):
 SETTINGS = {
     "digits": Setting("digits-fedassay", DIGITS),
     "half of the agents flip": Setting("digits-fedassay", {}, ("label flip",)),
-    "the same, 150 rounds": Setting(
-        "digits-fedassay", {"rounds": 150}, ("label flip",), (0, 1, 2)
-    ),
+    "the same, 150 rounds": Setting("digits-fedassay", {"rounds": 150}, ("label flip",), (0, 1, 2)),
     "torus": Setting("digits-fedassay", {**DIGITS, "agents.graph": "torus"}),
     "Dirichlet 0.5": Setting("digits-fedassay", skewed(0.5)),
     "two classes": Setting("digits-fedassay", TWO_CLASSES),
@@ -91,12 +78,6 @@ def run_cell(cell: Cell) -> list[float]:
     return [accuracy.mean(), success.mean(), accuracy.min(), success.max()]
 
 
-def remove_method(method: str) -> None:
-    """Remove the rows of a method from the table."""
-    table = pd.read_csv(VALUES, dtype=str)
-    table[table.method != method].to_csv(VALUES, index=False, lineterminator="\n")
-
-
 def weak_places_table() -> pd.DataFrame:
     """Return accuracy and, under attack, success by setting and method, as text.
 
@@ -107,10 +88,14 @@ def weak_places_table() -> pd.DataFrame:
     for name, setting in SETTINGS.items():
         for attack in setting.attacks:
             part = means.loc[(name, attack)].loc[list(METHODS)]
-            text = part.accuracy.map("{:.1f}".format) + " (" + part.worst_accuracy.map("{:.0f})".format)
+            text = (
+                part.accuracy.map("{:.1f}".format)
+                + " ("
+                + part.worst_accuracy.map("{:.0f})".format)
+            )
             if attack != "none":
-                text += " / " + part.success.map("{:.1f}".format)
-                text += " (" + part.worst_success.map("{:.0f})".format)
+                worst = part.worst_success.map(" ({:.0f})".format)
+                text += part.success.map(" / {:.1f}".format) + worst
             rows[f"{name}, {attack}"] = text
     return pd.DataFrame(rows).T.rename_axis("Setting, attack")
 
@@ -123,7 +108,7 @@ def main() -> None:
     parser.add_argument("--again", choices=METHODS, help="method whose runs are measured anew")
     again = parser.parse_args().again
     if again:
-        remove_method(again)
+        cells.remove_method(VALUES, again)
     missing = [
         (name, method, attack, seed)
         for name, setting in SETTINGS.items()
