@@ -55,7 +55,6 @@ PREREGISTERED = "preregistered"
 SEEN = "Letters"
 """The setting of the pre-registered test on whose images FedAssay's settings were chosen."""
 ANSWER_COLUMNS = ("Worst regret, points", f"Without {SEEN.lower()}, points")
-README_METHODS = ("FedAssay", "FLTrust", "Multi-Krum", "FedCBO")
 MAIN_GRIDS = ("rivals", "attacks-all-data", "emnist-all-data", "fashion-all-data")
 GRIDS = (PREREGISTERED, *MAIN_GRIDS, "settings", "rules", "criteria")
 """Grids of the explorer."""
@@ -195,13 +194,6 @@ def preregistered_section() -> str:
     tables = [to_markdown(table).strip() for table in (_answer_table(results), data_table())]
     parts = filter(None, ["## The pre-registered test", description, *tables])
     return "\n" + "\n\n".join(parts) + "\n\n"
-
-
-def readme_table() -> pd.DataFrame:
-    """Return the worst regrets of `README_METHODS` in the pre-registered test, as text."""
-    answer = _answer_table(grid_results(PREREGISTERED)).loc[list(README_METHODS)]
-    names = {ANSWER_COLUMNS[0]: "worst regret", ANSWER_COLUMNS[1]: f"without {SEEN.lower()}"}
-    return answer[list(names)].rename(columns=names).rename_axis("method")
 
 
 def _answer_table(results: GridResults) -> pd.DataFrame:
@@ -391,7 +383,6 @@ TABLES = {
     "regrets": regrets_table,
     "long_training": long_training_table,
     "weak_places": weak_places_table,
-    "readme": readme_table,
 }
 
 

@@ -292,9 +292,7 @@ def local_aggregations(
             values = {i: float(len(agents[i].train_y)) for i in members}
             weights = normalised(values)
         else:
-            uses_gap = (
-                options.criterion != "average_loss" and n >= options.criterion_from_round
-            )
+            uses_gap = options.criterion != "average_loss" and n >= options.criterion_from_round
             Q = sublevel_set(losses, candidates, j, options, label_confidence)
             G = {}
             rises = {}

@@ -1,6 +1,5 @@
 """Class-loss excess: the largest class-loss gap beyond the noise of few samples."""
 
-import math
 from typing import Annotated
 
 import torch
