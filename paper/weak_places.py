@@ -33,6 +33,8 @@ ATTACKS: dict[str, dict[str, Any]] = {
     "label flip": {"attack": {"name": "label_flip", "source": 9, "target": 4}},
 }
 BOTH = tuple(ATTACKS)
+FEDCBO_ALPHA = {"EMNIST": 0.5}
+"""alpha of FedCBO that the grid `emnist-all-data` chose; the grid `rivals` chose the default."""
 
 
 class Setting(NamedTuple):
@@ -69,6 +71,8 @@ def run_cell(cell: Cell) -> list[float]:
     setting = SETTINGS[name]
     changes = {"evaluate_on": "redrawn", **setting.changes, **ATTACKS[attack]}
     changes |= {"algorithm": METHODS[method], "seeds": [seed]}
+    if method == "FedCBO" and name in FEDCBO_ALPHA:
+        changes["algorithm.alpha"] = FEDCBO_ALPHA[name]
     experiment = fedcb2o.load(setting.preset, changes)
     experiment = fedcb2o.load(experiment, {"evaluate_every": experiment.rounds})
     with tempfile.TemporaryDirectory() as folder:
