@@ -34,7 +34,7 @@ def test_every_preset_is_valid_and_has_a_title_and_a_description(name):
 
 
 METHODS = {
-    "fedassay": {"name": "fedassay", "criterion": "class_loss_gap", "alpha": 1.0, "beta": 0.5},
+    "fedassay": {"name": "fedassay", "criterion": "class_loss_excess", "alpha": 1.0, "beta": 0.5},
     "fedcb2o-paper": {
         "name": "fedcb2o",
         "criterion": "class_loss_gap",
