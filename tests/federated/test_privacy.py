@@ -1,6 +1,7 @@
 """DP-SGD: clipped and perturbed gradients, Poisson sampling, and epsilon by independent oracles."""
 
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -178,3 +179,24 @@ def test_a_run_with_a_target_epsilon_cannot_be_extended():
     assert "rounds" in selected(epsilon=8.0)
     assert "rounds" not in selected(noise=1.0)
     assert "rounds" not in set(result_settings({"rounds": 5}))
+
+
+@pytest.mark.parametrize(
+    ("delta", "counts", "cure"),
+    [(0.1, [4, 10], "1e-05"), (0.5, [2], "1e-05"), (1e-5, [40, 200_000], "1e-07")],
+)
+def test_a_delta_of_one_in_n_or_more_is_told_with_a_smaller_one(delta, counts, cure):
+    with pytest.warns(UserWarning, match=f"{max(counts)} training samples.*such as {cure}$"):
+        privacy.check_delta(private(delta), counts)
+
+
+@pytest.mark.parametrize(("delta", "counts"), [(1e-5, [99_999]), (0.09, [10]), (1e-5, [])])
+def test_a_smaller_delta_than_one_in_n_passes(delta, counts):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        privacy.check_delta(private(delta), counts)
+        privacy.check_delta(Training(gamma=0.1), [10**9])
+
+
+def private(delta: float) -> Training:
+    return Training(gamma=0.1, privacy=Privacy(noise=1.0, delta=delta))

@@ -4,12 +4,14 @@ import io
 import math
 import re
 
+import numpy as np
 import pandas as pd
 import pytest
 from rich.console import Console
+from safetensors.numpy import save_file
 from tests.report.synthetic import draw_run, write_run
 
-from fedcb2o.records import METRICS, STANDARD_METRICS, last_fifth, write_toml
+from fedcb2o.records import METRICS, STANDARD_METRICS, Run, last_fifth, write_toml
 from fedcb2o.report import (
     by_source_count,
     comparability_notes,
@@ -127,6 +129,56 @@ def test_the_caption_has_the_seeds_or_their_numbers(attacked, tmp_path):
     )
     other = run_of(tmp_path / "other", {7: [scores([0.5] * 3, None, None)]}, title="Oracle")
     assert seed_caption([other]) == "Percent, at the last round of seed 7."
+    # As many seeds, and other ones.
+    again = run_of(tmp_path / "again", {3: lines, 4: lines}, title="Again")
+    assert seed_caption([attacked, again]) == (
+        "Percent, at the last round; mean over seeds, 2 per run, which are not the same: too few "
+        "seeds for an interval, which needs 5."
+    )
+
+
+def _with_data(run, **checksums):
+    """Write checkpoints whose headers name the data of each seed."""
+    for seed, data in checksums.items():
+        path = run.folder / seed.replace("_", "-") / "checkpoint.safetensors"
+        header = {"rounds": "1", "fingerprint": f'{{"seed": 0}} data {data}', "sums": "{}"}
+        save_file({"models": np.zeros((1, 1), np.float32)}, path, metadata=header)
+    return Run(run.folder)
+
+
+def test_data_of_one_name_are_compared_by_their_checksums(tmp_path):
+    lines = [scores([0.5] * 3, None, None)]
+
+    def make(name, **checksums):
+        run = run_of(tmp_path / name, {0: lines, 1: lines}, title=name)
+        return _with_data(run, **checksums)
+
+    one = make("one", seed_0="0000000a-0000000b", seed_1="0000000a-0000000b")
+    same = make("same", seed_0="0000000a-0000000b", seed_1="0000000a-0000000b")
+    unknown = make("unknown")
+    other = make("other", seed_0="0000000a-0000000c", seed_1="0000000a-0000000c")
+    mixed = make("mixed", seed_0="0000000a-0000000b", seed_1="0000000a-0000000c")
+    assert one.data_checksums == {0: "0000000a-0000000b", 1: "0000000a-0000000b"}
+    assert unknown.data_checksums == {}
+    assert comparability_notes([one, same, unknown]) == []
+    assert comparability_notes([one, other, same]) == [
+        "These runs differ in their data, though all are named digits, by their checksums: "
+        "0000000a-0000000b (one, same); 0000000a-0000000c (other)"
+    ]
+    assert comparability_notes([mixed]) == [
+        "The seeds of mixed have different data of one name, by their checksums: "
+        "0000000a-0000000b (seed 0); 0000000a-0000000c (seed 1)"
+    ]
+
+
+def test_a_clean_run_with_other_data_is_no_counterpart(tmp_path):
+    lines = {0: [scores([0.5] * 3, None, None)]}
+    clean = {"num_clusters": 1, "malicious_role": "clean", "budget": 6}
+    run = _with_data(run_of(tmp_path / "run", lines), seed_0="0000000a")
+    same = _with_data(run_of(tmp_path / "same", lines, agents=clean), seed_0="0000000a")
+    other = _with_data(run_of(tmp_path / "other", lines, agents=clean), seed_0="0000000b")
+    assert find_clean_counterpart(run, [other, same]) is same
+    assert find_clean_counterpart(run, [other]) is None
 
 
 def test_different_conditions_of_runs_are_named(attacked, tmp_path):

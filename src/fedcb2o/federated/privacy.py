@@ -9,7 +9,8 @@ training sample, by privacy loss distributions (the library dp-accounting).
 
 import functools
 import math
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +47,27 @@ def check_privacy(training: "Training", module: nn.Module) -> None:
             "`training.privacy` needs the extra, of which dp_accounting is missing: pip install "
             "'fedcb2o[privacy]'"
         )
+
+
+def check_delta(training: "Training", counts: Iterable[int]) -> None:
+    """Warn of a delta that lets an agent, with this number of samples, publish a sample as it is.
+
+    An algorithm that publishes one sample of n at random has epsilon 0 and delta 1 / n.
+    """
+    most = max(counts, default=0)
+    if training.privacy is None or training.privacy.delta * most < 1:
+        return
+    warnings.warn(
+        f"`training.privacy.delta` = {training.privacy.delta:g} is no protection for an agent with"
+        f" {most} training samples: publishing one of them as it is would have epsilon 0 and delta"
+        f" {1 / most:.2g}. Take a delta well below {1 / most:.2g}, such as {_delta_for(most):g}",
+        stacklevel=2,
+    )
+
+
+def _delta_for(num_samples: int) -> float:
+    """Return a power of ten that is at most a tenth of one divided by a number of samples."""
+    return min(1e-5, 10.0 ** -(math.ceil(math.log10(num_samples)) + 1))
 
 
 def num_steps(training: "Training", num_samples: int) -> int:

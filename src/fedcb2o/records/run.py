@@ -18,7 +18,12 @@ from safetensors.numpy import load_file
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.printable import one_line
-from fedcb2o.records._checksums import MANIFEST_FILE, Manifest
+from fedcb2o.records._checksums import (
+    CHECKPOINT_FILE,
+    MANIFEST_FILE,
+    Manifest,
+    read_checkpoint_header,
+)
 from fedcb2o.records._files import DamagedError, damaged_error, read_error, read_json, rerun_advice
 from fedcb2o.records._jsonl import read_lines
 from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
@@ -46,6 +51,7 @@ _CONFIG_TYPES = {
     "agents": dict,
 }
 _SEED = re.compile("[0-9]{1,20}")
+_DATA_CHECKSUM = re.compile("[0-9a-f]{8}(-[0-9a-f]{8})*")
 _MAX_SEEDS = 10_000
 _MAX_ROWS = 2**26  # rounds times agents; a line of a few bytes has a value for each agent
 _MAX_NAMES = 20
@@ -250,6 +256,21 @@ class Run:
         """Columns of the metrics that the configuration chose by its key `metrics`."""
         metrics = self.config.get("metrics", [])
         return [metric_name(str(metric.get("name"))) for metric in metrics]
+
+    @cached_property
+    def data_checksums(self) -> dict[int, str]:
+        """Checksums of the data of each seed, of which the last checkpoint has a record."""
+        found = {}
+        for seed in self.seeds:
+            path = self._seed_directory(seed) / CHECKPOINT_FILE
+            header: dict[str, str] = {}
+            # Models are not read, so that a damaged checkpoint does not matter here.
+            with suppress(RunError):
+                header = read_checkpoint_header(path) if path.exists() else {}
+            data = header.get("fingerprint", "").rpartition(" data ")[2]
+            if _DATA_CHECKSUM.fullmatch(data):
+                found[seed] = data
+        return found
 
     def records_of(self, seed: int) -> pd.DataFrame:
         """Read the records of one seed, without the kept tables.

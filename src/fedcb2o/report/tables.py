@@ -351,6 +351,8 @@ def seed_caption(runs: Sequence[Run], *, over: AgentSummary = "mean") -> str:
         if len(seeds[0]) == 1:
             return f"{unit}, at the last round of seed {seeds[0][0]}."
         seeds_text = f" ({', '.join(map(str, seeds[0]))})"
+    elif len({len(run_seeds) for run_seeds in seeds}) == 1:
+        seeds_text = f", {len(seeds[0])} per run, which are not the same"
     else:
         labels = run_labels(shown)
         counts = [f"{label} {len(own)}" for label, own in zip(labels, seeds, strict=True)]
@@ -386,11 +388,12 @@ def comparability_notes(runs: Sequence[Run]) -> list[str]:
 
     Returns:
         One sentence without a full stop for each of data, test set, rounds, agents, training
-        samples and seeds in which the runs differ; empty for comparable runs.
+        samples and seeds in which the runs differ; empty for comparable runs. Data of one name are
+        compared by their checksums.
     """
     shown = without_counterparts(runs)
     labels = run_labels(shown)
-    notes = []
+    notes = _data_notes(shown, labels)
     for aspect, describe in _CONDITIONS.items():
         groups: dict[str, list[str]] = {}
         for label, run in zip(labels, shown, strict=True):
@@ -399,6 +402,40 @@ def comparability_notes(runs: Sequence[Run]) -> list[str]:
             parts = [f"{value} ({', '.join(names)})" for value, names in groups.items()]
             notes.append(f"These runs differ in {aspect}: {'; '.join(parts)}")
     return notes
+
+
+def _data_notes(runs: Sequence[Run], labels: Sequence[str]) -> list[str]:
+    """Describe the runs, and the seeds of a run, whose data have one name and differ."""
+    notes = []
+    groups: dict[str, dict[str, list[str]]] = {}
+    for label, run in zip(labels, runs, strict=True):
+        seeds: dict[str, list[str]] = {}
+        for seed, checksum in run.data_checksums.items():
+            seeds.setdefault(checksum, []).append(str(seed))
+        if len(seeds) > 1:
+            parts = [f"{data} (seed {', '.join(own)})" for data, own in seeds.items()]
+            notes.append(
+                f"The seeds of {label} have different data of one name, by their checksums:"
+                f" {'; '.join(parts)}"
+            )
+        for checksum in seeds:
+            name = _CONDITIONS["data"](run)
+            groups.setdefault(name, {}).setdefault(checksum, []).append(label)
+    for name, by_checksum in groups.items():
+        parts = [f"{data} ({', '.join(own)})" for data, own in by_checksum.items()]
+        if len({tuple(own) for own in by_checksum.values()}) > 1:
+            notes.append(
+                f"These runs differ in their data, though all are named {name}, by their"
+                f" checksums: {'; '.join(parts)}"
+            )
+    return notes
+
+
+def _has_same_data(run: Run, other: Run) -> bool:
+    """Return whether no seed of two runs is known to have other data."""
+    own = set(run.data_checksums.values())
+    others = set(other.data_checksums.values())
+    return not own or not others or own == others
 
 
 def _describe_agents(run: Run) -> str:
@@ -458,7 +495,9 @@ def unverified_note(run: Run) -> str | None:
 def _is_counterpart(run: Run, other: Run) -> bool:
     """Return True if `other` is the clean counterpart of `run`."""
     roles = [each.config.get("agents", {}).get("malicious_role") for each in (run, other)]
-    return roles == ["attack", "clean"] and _shared_settings(run) == _shared_settings(other)
+    if roles != ["attack", "clean"] or _shared_settings(run) != _shared_settings(other):
+        return False
+    return _has_same_data(run, other)
 
 
 def _is_local_baseline(run: Run, other: Run) -> bool:
@@ -466,7 +505,7 @@ def _is_local_baseline(run: Run, other: Run) -> bool:
     algorithms = [each.config.get("algorithm", {}).get("name") for each in (run, other)]
     if algorithms[0] == "local_training" or algorithms[1] != "local_training":
         return False
-    return _trained_settings(run) == _trained_settings(other)
+    return _trained_settings(run) == _trained_settings(other) and _has_same_data(run, other)
 
 
 def _trained_settings(run: Run) -> dict[str, Any]:

@@ -226,6 +226,7 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         max_samples=max_samples(experiment, dataset),
         neighbours=resolved.neighbours(seed, population.cluster),
     )
+    privacy.check_delta(spec.training, map(len, population.train))
     view = build_view(experiment, dataset)
     prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary, view)
     _check_scored_samples(experiment, prepared.scored_samples())

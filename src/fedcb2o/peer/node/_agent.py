@@ -40,6 +40,7 @@ from fedcb2o.federated import single_agent
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentData, AgentGroup
 from fedcb2o.federated.evaluation.metrics import AttackGoal
+from fedcb2o.federated.privacy import check_delta
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.sections import Component
@@ -117,6 +118,7 @@ def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) 
     if spec.training.privacy is not None:
         training_seed = secrets.randbits(128)
         spec = dataclasses.replace(spec, training_seed=training_seed, rounds=federation.rounds)
+    check_delta(spec.training, [len(train)])
     data = AgentData(
         agents=np.array([agent_id]),
         samples=dataset.pool,
