@@ -191,6 +191,51 @@ def test_robust_strategies_aggregate_like_their_rules(name):
     assert result.to_torch_state_dict()["weight"][0, 0] == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("strategy", [RobustStrategy(Median()), PeerRelay(budget=2)])
+@pytest.mark.parametrize("claim", [{"num-examples": 10**12}, {"theta": [9.0]}, {"more": 1.0}])
+def test_a_client_cannot_set_the_metrics(strategy, claim):
+    honest = make_app([] if isinstance(strategy, RobustStrategy) else [AgentMod(make_agent)])
+
+    def app(message, context):
+        reply = honest(message, context)
+        metrics = reply.content["metrics"]
+        metrics["accuracy"] = 0.9
+        if context.node_config["partition-id"] == 0:
+            metrics.update({"accuracy": 0.0, **claim})
+        return reply
+
+    result = strategy.start(LoopGrid(app, 3), ArrayRecord(linear().state_dict()), num_rounds=1)
+    assert dict(result.train_metrics_clientapp[1]) == {"accuracy": 0.9}
+    evaluated = result.evaluate_metrics_clientapp[1]
+    assert evaluated["accuracy"] == 0.9
+    assert evaluated["theta"] == [1.0, 0.0, 0.0, 1.0]
+
+
+def test_own_functions_aggregate_metrics():
+    def weighed(contents, samples_key):
+        return MetricRecord({"count": sum(content["metrics"][samples_key] for content in contents)})
+
+    strategy = RobustStrategy(
+        Median(), train_metrics_aggr_fn=weighed, evaluate_metrics_aggr_fn=weighed
+    )
+    result = strategy.start(LoopGrid(make_app([]), 3), ArrayRecord(linear().state_dict()), 1)
+    assert result.train_metrics_clientapp[1]["count"] == 9
+    assert result.evaluate_metrics_clientapp[1]["count"] == 9
+
+
+@pytest.mark.parametrize("make", [lambda: RobustStrategy(Median()), lambda: FlandersStrategy(f=1)])
+def test_a_model_of_float64_keeps_its_digits(make):
+    # The mean of FLANDERS keeps all models of the first round.
+    attack = AttackMod("sign_flip", is_malicious=lambda c: c.node_config["partition-id"] == 0)
+    weight = torch.tensor([1 / 3, 1 + 2**-30], dtype=torch.float64)  # both are not in float32
+    grid = LoopGrid(make_app([attack] if type(make()) is RobustStrategy else []), 3)
+    strategy = make()
+    arrays = ArrayRecord({"weight": weight})
+    replies = grid.send_and_receive(strategy.configure_train(1, arrays, ConfigRecord(), grid))
+    result, _ = strategy.aggregate_train(1, replies)
+    assert torch.equal(result.to_torch_state_dict()["weight"], weight)
+
+
 def test_too_many_attackers_are_refused():
     strategy = RobustStrategy(Krum(f=2))
     with pytest.raises(ConfigError, match="krum"):

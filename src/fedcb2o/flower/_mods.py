@@ -10,6 +10,7 @@ from fedcb2o.agent import Agent
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.sections import as_component
+from fedcb2o.flower._numbers import from_row, to_row
 from fedcb2o.flower._records import (
     DECISION,
     OWN_MODEL,
@@ -17,8 +18,6 @@ from fedcb2o.flower._records import (
     REQUEST,
     UNREADABLE,
     first_arrays,
-    from_row,
-    to_row,
 )
 from fedcb2o.nn import parameters
 from fedcb2o.plugins import PluginChoice
@@ -182,7 +181,7 @@ class AttackMod:
         before = record.to_torch_state_dict()
         me = int(context.node_config.get("partition-id", context.node_id)) % _NUM_IDS
         agent = Agent(
-            to_row(before),
+            to_row(before).float(),
             judge=_no_judge,
             attack=self.attack,
             seed=self.seed,
@@ -199,7 +198,7 @@ class AttackMod:
             state = record.to_torch_state_dict()
             # The app may list its arrays in another order.
             trained = {name: state[name] for name in (*before, *state) if name in state}
-            agent.theta = to_row(trained)
+            agent.theta = to_row(trained).float()  # agents compute in float32
             reply.content[key] = ArrayRecord(from_row(agent.publish(), trained))
         return reply
 

@@ -2,15 +2,16 @@
 
 import logging
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
-from flwr.app import ArrayRecord, Message, RecordDict
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
 from jaxtyping import Float
 from torch import Tensor
 
-_LOG = logging.getLogger(__name__)
+from fedcb2o.flower._numbers import TensorsByName, floats, median_metrics, row_type
 
-TensorsByName = dict[str, Tensor]
+_LOG = logging.getLogger(__name__)
 
 REQUEST = "fedcb2o.request"
 DECISION = "fedcb2o.decision"
@@ -39,6 +40,35 @@ def usable_updates(replies: Iterable[Message], key: str) -> Iterator[tuple[str, 
             )
 
 
+def usable_metrics(replies: Iterable[Message], key: str) -> dict[str, RecordDict]:
+    """Return the content of each reply with a number of samples, by its sender's id."""
+    contents = {}
+    for reply in replies:
+        sender = str(reply.metadata.src_node_id)
+        if reply.has_error():
+            _LOG.warning("Client %s: %s", sender, reply.error.reason)
+        elif has_sample_count(reply.content, key):
+            contents[sender] = reply.content
+    return contents
+
+
+def by_median(keywords: dict[str, Any]) -> dict[str, Any]:
+    """Return arguments of `FedAvg` with medians of metrics as the default.
+
+    Flower's default is a mean weighted by the numbers of samples that clients claim.
+    """
+    names = ("train_metrics_aggr_fn", "evaluate_metrics_aggr_fn")
+    return {**keywords, **{name: keywords.get(name) or _median_metrics for name in names}}
+
+
+def _median_metrics(contents: list[RecordDict], samples_key: str) -> MetricRecord:
+    """Return medians of the clients' metrics, without their numbers of samples."""
+    records = [dict(next(iter(content.metric_records.values()))) for content in contents]
+    medians = median_metrics(records)
+    medians.pop(samples_key, None)
+    return MetricRecord(medians)
+
+
 def has_sample_count(content: RecordDict, key: str) -> bool:
     """Test if a reply has one record of metrics with a finite, positive sample count."""
     metrics = list(content.metric_records.values())
@@ -52,10 +82,6 @@ def first_arrays(content: RecordDict) -> ArrayRecord:
     return next(iter(content.array_records.values()))
 
 
-def _floats(state: TensorsByName) -> TensorsByName:
-    return {name: tensor for name, tensor in state.items() if tensor.is_floating_point()}
-
-
 def as_row(record: ArrayRecord, like: TensorsByName) -> tuple[str, Float[Tensor, " d"]]:
     """Return the reason to refuse a model, or an empty text, and its floating-point numbers.
 
@@ -67,26 +93,11 @@ def as_row(record: ArrayRecord, like: TensorsByName) -> tuple[str, Float[Tensor,
         state = record.to_torch_state_dict()
     except UNREADABLE as error:
         return f"it cannot be read: {error}", nothing
-    names = _floats(like)
+    names = floats(like)
     for name, tensor in names.items():
         if name not in state or state[name].shape != tensor.shape:
             return f"`{name}` is missing, or has another shape", nothing
-    theta = torch.cat([state[name].reshape(-1).float() for name in names])
+    dtype = row_type(like)
+    theta = torch.cat([state[name].reshape(-1).to(dtype) for name in names])
     reason = "" if theta.isfinite().all() else "it holds numbers that are not finite"
     return reason, theta
-
-
-def to_row(state: TensorsByName) -> Float[Tensor, " d"]:
-    """Return the floating-point numbers of a model."""
-    return torch.cat([tensor.reshape(-1).float() for tensor in _floats(state).values()])
-
-
-def from_row(theta: Float[Tensor, " d"], like: TensorsByName) -> TensorsByName:
-    """Return a model by names; arrays of whole numbers are those of `like`."""
-    tensors = dict(like)
-    start = 0
-    for name, tensor in _floats(like).items():
-        values = theta[start : start + tensor.numel()]
-        tensors[name] = values.reshape(tensor.shape).to(tensor.dtype).clone()
-        start += tensor.numel()
-    return tensors

@@ -1,6 +1,5 @@
 """Server strategy that forwards models between clients."""
 
-import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +11,11 @@ from fedcb2o.flower._records import (
     DECISION,
     PEER_MODEL,
     REQUEST,
+    by_median,
     first_arrays,
-    has_sample_count,
+    usable_metrics,
     usable_updates,
 )
-
-_LOG = logging.getLogger(__name__)
 
 
 class PeerRelay(FedAvg):
@@ -38,7 +36,7 @@ class PeerRelay(FedAvg):
     def __init__(self, budget: int, **keywords: Any) -> None:
         if budget < 1:
             raise ConfigError(f"`budget` must be at least 1, got {budget}")
-        super().__init__(**keywords)
+        super().__init__(**by_median(keywords))
         self.budget = budget
         self.decisions: dict[str, ConfigRecord] = {}
         self._candidates: list[str] = []
@@ -91,14 +89,8 @@ class PeerRelay(FedAvg):
         return messages
 
     def aggregate_evaluate(self, server_round: int, replies: Iterable[Message]) -> Any:
-        """Average the metrics of the clients, and keep their decisions."""
-        contents = {}
-        for reply in replies:
-            sender = str(reply.metadata.src_node_id)
-            if reply.has_error():
-                _LOG.warning("Client %s: %s", sender, reply.error.reason)
-            elif has_sample_count(reply.content, self.weighted_by_key):
-                contents[sender] = reply.content
+        """Aggregate the metrics of the clients, and keep their decisions."""
+        contents = usable_metrics(replies, self.weighted_by_key)
         decisions = {sender: c.config_records.get(DECISION) for sender, c in contents.items()}
         self.decisions = {sender: d for sender, d in decisions.items() if d is not None}
         if not contents:

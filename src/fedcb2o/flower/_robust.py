@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 from jaxtyping import Float
 from torch import Tensor
 
 from fedcb2o.federated.aggregation import filter_models, replace_rejected
+from fedcb2o.flower._numbers import TensorsByName, from_row, to_row
 from fedcb2o.flower._records import (
-    TensorsByName,
     as_row,
+    by_median,
     first_arrays,
-    from_row,
-    to_row,
+    usable_metrics,
     usable_updates,
 )
 from fedcb2o.rng import stream
@@ -38,7 +38,8 @@ class RobustStrategy(FedAvg):
     """Server strategy that aggregates the models of the clients by a robust rule.
 
     A model with other arrays than the global one, or with numbers that are not finite, is refused.
-    Arrays of whole numbers stay as they are in the global model.
+    Arrays of whole numbers stay as they are in the global model. A model with float64 arrays is
+    aggregated in float64. Metrics are medians over the clients, by default.
 
     Args:
         rule: Function from models, one per row, to one model, such as an object of
@@ -50,7 +51,7 @@ class RobustStrategy(FedAvg):
     """
 
     def __init__(self, rule: Rule, **keywords: Any) -> None:
-        super().__init__(**keywords)
+        super().__init__(**by_median(keywords))
         self.rule = rule
         self._start: TensorsByName = {}
 
@@ -86,6 +87,15 @@ class RobustStrategy(FedAvg):
         arrays = ArrayRecord(from_row(theta, self._start))
         metrics = self.train_metrics_aggr_fn(list(contents.values()), self.weighted_by_key)
         return arrays, metrics
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Aggregate the metrics of the clients; None without a usable reply."""
+        contents = usable_metrics(replies, self.weighted_by_key)
+        if not contents:
+            return None
+        return self.evaluate_metrics_aggr_fn(list(contents.values()), self.weighted_by_key)
 
     def aggregate(self, ids: list[int], models: Float[Tensor, "m d"]) -> Float[Tensor, " d"]:
         """Aggregate models."""
