@@ -395,6 +395,14 @@ def test_networks_and_losses_that_mix_samples_are_named(network, options, messag
         Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
 
 
+def test_a_network_whose_outputs_are_probabilities_is_told():
+    network = nn.Sequential(nn.Linear(3, 2), nn.Softmax(dim=1))
+    before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
+    with pytest.warns(UserWarning, match="returns probabilities, .*Leave out"):
+        Agent(network, validation=(torch.eye(3), np.array([0, 1, 1])))
+    assert all(torch.equal(before[name], p) for name, p in network.state_dict().items())
+
+
 def test_models_in_an_agents_buffer_are_not_copied():
     """Models in any rows of the buffer give the same bits as copied models."""
     sent = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(5)]

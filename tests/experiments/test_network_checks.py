@@ -1,5 +1,8 @@
 """Checks of networks: an output must depend only on the parameters and one sample."""
 
+import contextlib
+import functools
+import math
 import random
 
 import numpy as np
@@ -11,11 +14,15 @@ from torch import nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, weight_norm
 
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import run
+from fedcb2o.federated import losses
+from fedcb2o.federated.part_checks import check_model
 from fedcb2o.nn import architectures, batch_norm, parameters
 from fedcb2o.nn.network_checks import (
     accepts_single_sample,
+    bounded_outputs,
     check_construction,
     check_network,
     is_sample_independent,
@@ -481,3 +488,77 @@ def test_norms_that_refuse_a_single_sample_are_detected():
     assert accepts_single_sample(nn.Linear(12, 4), X[:1])
     batch_norm.set_statistics_mode(network, "dropped")
     assert accepts_single_sample(network, X[:1])
+
+
+BOUNDED = {
+    "softmax": (lambda: nn.Sequential(nn.Linear(12, 4), nn.Softmax(1)), "softmax"),
+    "functional softmax": (GOOD["softmax"], "softmax"),
+    "deep softmax": (lambda: nn.Sequential(deep(), nn.Softmax(1)), "softmax"),
+    "softmax of zeros": (lambda: nn.Sequential(zeroed(), nn.Softmax(1)), "softmax"),
+    "sigmoid": (lambda: nn.Sequential(nn.Linear(12, 4), nn.Sigmoid()), "sigmoid"),
+    "linear": (lambda: nn.Linear(12, 4), ""),
+    "log softmax": (lambda: nn.Sequential(nn.Linear(12, 4), nn.LogSoftmax(1)), ""),
+    "ReLU": (lambda: nn.Sequential(nn.Linear(12, 4), nn.ReLU()), ""),
+    "small ReLU": (lambda: Net(after=lambda self, x: x.relu() / 20), ""),
+    "shifted": (lambda: Net(after=lambda self, x: x / 10 + 0.5), ""),
+    "constant": (GOOD["constant"], ""),
+    "temperature": (lambda: Net(after=lambda self, x: 3 * x.softmax(1)), ""),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDED)
+def test_outputs_that_are_probabilities_for_any_weights_are_found(name):
+    make, kind = BOUNDED[name]
+    network = parameters.initialise(make, stream(0, "model"))
+    with perturbed_constants(network):
+        assert bounded_outputs(network, torch.randn(8, 12)) == kind
+
+
+def own_cross_entropy(outputs, targets):
+    return F.cross_entropy(outputs, targets, weight=torch.arange(1.0, 5.0), reduction="none")
+
+
+def log_likelihood(outputs, targets):
+    return F.nll_loss(outputs.clamp(min=1e-9).log(), targets, reduction="none")
+
+
+def margin(outputs, targets):
+    return F.multi_margin_loss(outputs, targets, reduction="none")
+
+
+SMOOTH = functools.partial(losses.cross_entropy, label_smoothing=0.1)
+
+
+@pytest.mark.parametrize(
+    ("end", "loss", "told"),
+    [
+        (nn.Softmax, None, r"probabilities, of which the cross-entropy .*\(0\.74 in nats"),
+        (nn.Softmax, SMOOTH, "probabilities, of which the loss `cross_entropy` .*Leave out"),
+        (nn.Softmax, own_cross_entropy, "the loss `.*own_cross_entropy` .*LogSoftmax is right"),
+        (nn.Sigmoid, None, "numbers from 0 to 1, .*the Sigmoid or the like at its end"),
+        (nn.Softmax, log_likelihood, None),
+        (nn.Softmax, margin, None),
+        (nn.LogSoftmax, None, None),
+        (nn.ReLU, None, None),
+    ],
+)
+def test_a_softmax_before_the_cross_entropy_is_told(end, loss, told):
+    last = end() if end in (nn.Sigmoid, nn.ReLU) else end(1)
+    networks = [nn.Sequential(nn.Linear(12, 4), last) for _ in range(2)]
+    networks[1].load_state_dict(networks[0].state_dict())
+    shard = Shard(torch.randn(20, 12), torch.arange(20) % 4)
+    before = {key: value.clone() for key, value in networks[0].state_dict().items()}
+    expected = pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext()
+    with expected:
+        check_model("own", networks, shard, 0, num_classes=4, loss=loss)
+    assert all(torch.equal(before[key], value) for key, value in networks[0].state_dict().items())
+
+
+def with_softmax(input_shape, num_classes):
+    linear = nn.Linear(math.prod(input_shape), num_classes)
+    return nn.Sequential(nn.Flatten(), linear, nn.Softmax(1))
+
+
+def test_a_run_of_a_network_that_ends_in_a_softmax_is_told(tmp_path):
+    with pytest.warns(UserWarning, match="`.*with_softmax` returns probabilities"):
+        run(tiny(model={"name": with_softmax}, rounds=1), out=tmp_path / "run")

@@ -34,6 +34,7 @@ the first training; those of a round are where the function is called.
 import contextlib
 import inspect
 import logging
+import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -45,7 +46,7 @@ from torch import Tensor, nn
 from fedcb2o.data import Shard, ValueRange, features
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.inference import per_sample_losses
-from fedcb2o.federated.losses import Loss, predicts_labels
+from fedcb2o.federated.losses import Loss, cross_entropy, predicts_labels
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser
 from fedcb2o.federated.plugin_outputs import Metric, apply_sample_transform, metric_value
 from fedcb2o.federated.types import SampleTransform
@@ -57,6 +58,8 @@ from fedcb2o.plugins import attribute_errors, display_name, function_name
 _LOG = logging.getLogger(__name__)
 
 _OUTPUT_SCALES = (1.0, 10.0, 100.0)  # of outputs, on all of which a loss without slope has none
+
+_SEVERAL = 8  # samples on which outputs are compared with probabilities
 
 _MAX_CANDIDATES = 1024  # samples among which a different one is searched
 
@@ -102,9 +105,48 @@ def check_model(
         if is_own:
             is_random = random_evaluation or seed_if_random_(name, networks, x, seed)
             network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
+            if num_classes > 1 and outputs.ge(0).all() and outputs.le(1).all():
+                several = features(samples.x[:_SEVERAL].clone())
+                kind = network_checks.bounded_outputs(twin, several)
+                _warn_of_bounded_outputs(name, kind, loss, num_classes)
     if loss is not None:
         loss_name = function_name(loss)
         check_loss(loss_name, loss, outputs, samples.y[rows].clone())
+
+
+def _warn_of_bounded_outputs(name: str, kind: str, loss: Loss | None, num_classes: int) -> None:
+    """Warn where a cross-entropy takes the softmax of outputs that are probabilities."""
+    if not (kind and _is_cross_entropy(loss, num_classes)):
+        return
+    is_softmax = kind == "softmax"
+    shown = "the cross-entropy" if loss is None else f"the loss `{function_name(loss)}`"
+    least = math.log1p((num_classes - 1) / math.e)
+    warnings.warn(
+        f"the model `{name}` returns {'probabilities' if is_softmax else 'numbers from 0 to 1'}, of"
+        f" which {shown} takes the softmax itself: no loss can be below that of outputs 0 and 1"
+        f" ({least:.2f} in nats without weights and smoothing), and training is slow. Leave out the"
+        f" {'Softmax' if is_softmax else 'Sigmoid or the like'} at its end (LogSoftmax is right)",
+        stacklevel=3,
+    )
+
+
+def _is_cross_entropy(loss: Loss | None, num_classes: int) -> bool:
+    """Return whether a loss is the cross-entropy, up to a factor for each class."""
+    if getattr(loss, "func", loss) in (None, cross_entropy):
+        return True
+    draw = torch.Generator().manual_seed(0)
+    targets = torch.tensor([0, 1])
+    ratios = []
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(2):
+            outputs = torch.randn(2, num_classes, generator=draw)
+            try:
+                losses = per_sample_losses(loss, outputs.clone(), targets.clone(), 1)
+            except Exception:  # it reads other outputs or targets; `check_loss` tells a fault
+                return False
+            ratios.append(losses / per_sample_losses(None, outputs, targets, 1))
+    return agree(*ratios)
 
 
 def _evaluate(name: str, module: nn.Module, x: Tensor, layout: str | None) -> Any:

@@ -27,6 +27,7 @@ from fedcb2o.nn import batch_norm
 from fedcb2o.nn.comparison import agree, equal, first_difference
 from fedcb2o.nn.parameters import agent_state, shared_tensors
 
+_TRIAL_SCALES = (1.0, -1.0, -3.0, 10.0)  # factors on weights, each after the others
 _TRIAL_STEPS = 1000  # by which counters of a network advance in the trial
 
 
@@ -117,6 +118,30 @@ def check_network(
         _check_trial_training(name, module, twin, x, outputs)
     if mixture:
         warnings.warn(mixture, stacklevel=2)
+
+
+def bounded_outputs(twin: nn.Module, x: Float[Tensor, "n *features"]) -> str:
+    """Return "softmax" or "sigmoid" if outputs are bounded as by that, for any weights; else "".
+
+    The parameters of the network are changed.
+    """
+    is_softmax = True
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for scale in _TRIAL_SCALES:
+            for parameter in twin.parameters():
+                if parameter.requires_grad:
+                    parameter.mul_(scale)
+            # Apart, because a network that mixes samples has another warning.
+            outputs = torch.cat([twin.eval()(row) for row in torch.split(x, 1)]).double()
+            if not outputs.isfinite().all():  # of a deep network with large weights
+                continue
+            # Equal numbers are those of a layer of zeros.
+            low, high = outputs.aminmax()
+            if low < 0 or high > 1 or low == high:
+                return ""
+            is_softmax &= agree(outputs.sum(1), torch.ones(len(outputs), dtype=torch.float64))
+    return "softmax" if is_softmax else "sigmoid"
 
 
 def random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
