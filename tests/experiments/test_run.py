@@ -5,15 +5,19 @@ import json
 import os
 from importlib.metadata import version
 
+import numpy as np
 import pytest
 from rich.console import Console
 from rich.text import Text
 from tests.tiny import bits, lines_of, run_cli, tiny, write
+from torch import nn
 
+import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import Progress, _provenance
-from fedcb2o.report import compare, summary
+from fedcb2o.report import compare, report, summary
+from fedcb2o.rng import stream
 
 FILES = (
     "agents.json",
@@ -205,3 +209,33 @@ def test_a_run_that_failed_in_its_first_round_is_repeated_without_resume(tmp_pat
     assert run(experiment, out=tmp_path / "run", workers=1).complete
     with pytest.raises(RunError, match="already holds seed 1000"):
         run(experiment, out=tmp_path / "run", workers=1)
+
+
+def far_targets():
+    x = stream(0, "x").normal(size=(80, 3)).astype(np.float32)
+    y = x.sum(1)
+    return fedcb2o.dataset(x[:60], y[:60], x_test=x[60:], y_test=1e25 * y[60:], numbers=True)
+
+
+def linear(shape, outputs):
+    return nn.Linear(shape[0], outputs)
+
+
+def test_a_test_loss_that_overflows_is_one_clear_error_of_run_and_report(tmp_path):
+    table = tiny(data={"name": far_targets}, rounds=2)
+    table["model"] = {"name": linear}
+    table["agents"] = {
+        "num_clusters": 1,
+        "benign": 2,
+        "malicious": 0,
+        "budget": 1,
+        "benign_samples": 20,
+    }
+    table["training"] = {"gamma": 0.01, "loss": "squared_error"}
+    table.pop("attack", None)
+    with pytest.raises(
+        RunError, match=r"seed-1000 at its last round are not finite.*divide the targets"
+    ):
+        run(table, out=tmp_path / "run")
+    with pytest.raises(RunError, match="has run all rounds, and none of its results is finite"):
+        report([fedcb2o.Run(tmp_path / "run")], tmp_path / "report")

@@ -113,6 +113,13 @@ def report(
     evaluated = [run for run in runs if not last_round(run.records).empty]
     shown = without_counterparts(evaluated)
     if not shown:
+        ended = [run for run in runs if run.records["round"].max() >= run.config.get("rounds", 0)]
+        if ended and not ended[0].records.empty:
+            raise RunError(
+                f"{ended[0].title} ({ended[0].folder.name}) has run all rounds, and none of its"
+                " results is finite, as where a test loss overflows: divide the targets by their"
+                " standard deviation, and run it again"
+            )
         raise RunError(
             "no run here has an evaluated round yet, so there is nothing to report: let one go on "
             "first"

@@ -7,6 +7,7 @@ nothing is overwritten.
 from pathlib import Path
 
 from fedcb2o import records
+from fedcb2o.errors import RunError
 from fedcb2o.records import (
     CHECKPOINT_FILE,
     INITIAL_FILES,
@@ -52,8 +53,14 @@ def verify_seed(folder: Path, rounds: int) -> Manifest | None:
 
 
 def write_summary(folder: Path) -> None:
-    """Write a seed's summary.json from its records."""
+    """Write a seed's summary.json from its records; RunError if no result is finite."""
     seed = int(folder.name.removeprefix("seed-"))
     scores = records.summary(Run(folder.parent).records_of(seed))
+    if scores.empty or scores["round"].iloc[0] < scores["rounds"].iloc[0]:
+        raise RunError(
+            f"the results of {folder} at its last round are not finite for any agent, as where a"
+            " test loss overflows: divide the targets by their standard deviation, or look for test"
+            " targets and samples that are far larger than the others"
+        )
     content = records.to_json({str(name): scores[name].iloc[0] for name in scores})
     records.atomic_write(folder / _SUMMARY, content)
