@@ -395,7 +395,7 @@ def test_networks_and_losses_that_mix_samples_are_named(network, options, messag
         Agent(network, validation=(torch.eye(3), np.array(targets)), **options)
 
 
-def test_a_network_whose_outputs_are_probabilities_is_told():
+def test_a_network_whose_outputs_are_probabilities_gives_a_warning():
     network = nn.Sequential(nn.Linear(3, 2), nn.Softmax(dim=1))
     before = {name: tensor.clone() for name, tensor in network.state_dict().items()}
     with pytest.warns(UserWarning, match="returns probabilities, .*Leave out"):

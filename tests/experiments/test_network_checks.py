@@ -530,7 +530,7 @@ SMOOTH = functools.partial(losses.cross_entropy, label_smoothing=0.1)
 
 
 @pytest.mark.parametrize(
-    ("end", "loss", "told"),
+    ("end", "loss", "message"),
     [
         (nn.Softmax, None, r"probabilities, of which the cross-entropy .*\(0\.74 in nats"),
         (nn.Softmax, SMOOTH, "probabilities, of which the loss `cross_entropy` .*Leave out"),
@@ -542,13 +542,13 @@ SMOOTH = functools.partial(losses.cross_entropy, label_smoothing=0.1)
         (nn.ReLU, None, None),
     ],
 )
-def test_a_softmax_before_the_cross_entropy_is_told(end, loss, told):
+def test_a_softmax_before_the_cross_entropy_gives_a_warning(end, loss, message):
     last = end() if end in (nn.Sigmoid, nn.ReLU) else end(1)
     networks = [nn.Sequential(nn.Linear(12, 4), last) for _ in range(2)]
     networks[1].load_state_dict(networks[0].state_dict())
     shard = Shard(torch.randn(20, 12), torch.arange(20) % 4)
     before = {key: value.clone() for key, value in networks[0].state_dict().items()}
-    expected = pytest.warns(UserWarning, match=told) if told else contextlib.nullcontext()
+    expected = pytest.warns(UserWarning, match=message) if message else contextlib.nullcontext()
     with expected:
         check_model("own", networks, shard, 0, num_classes=4, loss=loss)
     assert all(torch.equal(before[key], value) for key, value in networks[0].state_dict().items())
@@ -559,6 +559,6 @@ def with_softmax(input_shape, num_classes):
     return nn.Sequential(nn.Flatten(), linear, nn.Softmax(1))
 
 
-def test_a_run_of_a_network_that_ends_in_a_softmax_is_told(tmp_path):
+def test_a_run_of_a_network_that_ends_in_a_softmax_gives_a_warning(tmp_path):
     with pytest.warns(UserWarning, match="`.*with_softmax` returns probabilities"):
         run(tiny(model={"name": with_softmax}, rounds=1), out=tmp_path / "run")

@@ -185,7 +185,7 @@ def test_a_run_with_a_target_epsilon_cannot_be_extended():
     ("delta", "counts", "cure"),
     [(0.1, [4, 10], "1e-05"), (0.5, [2], "1e-05"), (1e-5, [40, 200_000], "1e-07")],
 )
-def test_a_delta_of_one_in_n_or_more_is_told_with_a_smaller_one(delta, counts, cure):
+def test_a_delta_of_one_in_n_or_more_gives_a_warning_with_a_smaller_one(delta, counts, cure):
     with pytest.warns(UserWarning, match=f"{max(counts)} training samples.*such as {cure}$"):
         privacy.check_delta(private(delta), counts)
 
