@@ -209,3 +209,41 @@ def test_invalid_constraints_are_refused(constraints, message):
 def test_constraints_are_refused_for_several_clusters():
     with pytest.raises(ConfigError, match="`constraints` need one objective"):
         minimize([distance, distance], dim=2, constraints=DISC)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x[0] >= 1,
+        lambda x: bool(x[0] >= 1),
+        lambda x: [x[0] - 1, x[1] >= 1],
+        lambda x: x >= 1,
+        lambda x: x[..., 0] >= 1,
+        lambda x: x[:, 0] >= 1,
+        lambda x: torch.stack([x[0] >= 1, x[1] >= 1]),
+        fedcb2o.from_numpy(lambda x: x[..., 0] >= 1),
+    ],
+    ids=["one", "bool", "one of two", "vector", "many", "[n, d]", "tensor", "from_numpy"],
+)
+@pytest.mark.parametrize("errors", ["raise", "exclude"])
+def test_truth_values_are_no_constraint(function, errors):
+    dictionary = {"type": "ineq", "fun": function}
+    for constraint in (dictionary, NonlinearConstraint(function, 0, np.inf)):
+        with pytest.raises(ConfigError, match=r"truth values.*x\[0\] - 1 rather than x\[0\] >= 1"):
+            minimize(double, dim=2, constraints=constraint, maxiter=2, errors=errors)
+
+
+@pytest.mark.parametrize("keep_feasible", [False, True])
+def test_a_constraint_of_one_point_may_accept_many(keep_feasible):
+    """The constraint and the objective divide by the sum of a point's coordinates."""
+    target = np.array([0.5, 0.3, 0.2])
+    smallest = NonlinearConstraint(
+        lambda x: x / np.sum(x), 0.25, np.inf, keep_feasible=keep_feasible
+    )
+    result = minimize(
+        lambda x: np.abs(x / np.sum(x) - target) @ np.ones(3),
+        dim=3, bounds=(0.01, 1), constraints=smallest, maxfev=8000,
+    )  # fmt: skip
+    shares = result.x / result.x.sum()
+    assert shares.min() >= 0.249
+    assert result.fun == pytest.approx(0.1, abs=0.01)

@@ -13,7 +13,7 @@ import fedcb2o
 from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import objectives
-from fedcb2o.particles.functions import UserFunction
+from fedcb2o.particles.functions import UserFunction, takes_tensors
 
 
 def numpy_circle(x):
@@ -302,3 +302,77 @@ def test_errors_exclude_single_points(function, caplog):
     assert caplog.text.count("such points are excluded") == 1
     with pytest.raises((ConfigError, FloatingPointError), match="left of 0"):
         minimize(function, dim=2, num_particles=50, maxiter=600)
+
+
+# ---- functions of one point that accept many ----
+
+TARGET = np.array([0.5, 0.3, 0.2])
+
+
+def shares(x):
+    return np.abs(x / np.sum(x) - TARGET) @ np.ones(3)
+
+
+ONE_POINT = {
+    "divides by the sum": shares,
+    "divides by the sum, tensor": lambda x: (x / torch.sum(x)).square().sum(-1),
+    "subtracts the mean": lambda x: ((x - x.mean()) ** 2).sum(-1),
+    "subtracts the first": lambda x: ((x - x[0]) ** 2).sum(-1),
+    "divides by the largest": lambda x: (x / abs(x).max()).sum(-1),
+    "divides by the length": lambda x: (x**2).sum(-1) / len(x),
+    "first axis": lambda x: np.gradient(np.asarray(x), axis=0).sum(-1),
+    "infinite": lambda x: np.where(np.sum(np.asarray(x)) > 3, np.inf, np.sum(x, axis=-1)),
+}
+
+
+@pytest.mark.parametrize("form", ONE_POINT)
+@pytest.mark.parametrize(
+    "x", [POINTS[0], POINTS, POINTS[0, :2], POINTS[:, :3]], ids=lambda x: str([*x.shape])
+)
+def test_a_function_of_one_point_that_accepts_many_is_called_for_each(form, x):
+    x = x.abs() + 0.1
+    one = ONE_POINT[form]
+    each = fedcb2o.from_point(one if "tensor" not in form else lambda p: one(torch.from_numpy(p)))
+    converted = UserFunction("`lower`", one)
+    for points in (x, x + 1, x[..., :1, :]):
+        assert_close(converted(points), each(points))
+    converted = UserFunction("`lower`", one)
+    for points in (x[..., :1, :], x):
+        assert_close(converted(points), each(points))
+    vector = UserFunction("constraint 1", one, vector=True)
+    assert_close(vector(x), each(x).unsqueeze(-1))
+
+
+def test_exceptions_do_not_hide_the_form():
+    def positive_shares(x):
+        if np.any(np.asarray(x) < 0):
+            raise FloatingPointError("below 0")
+        return shares(x)
+
+    converted = UserFunction("`lower`", positive_shares, errors="exclude")
+    each = fedcb2o.from_point(positive_shares, errors="exclude")
+    for points in (POINTS, POINTS.abs()):
+        assert_close(converted(points), each(points), equal_nan=True)
+
+
+def test_a_function_that_mixes_points_is_refused():
+    for function in (
+        lambda x: (x - x.mean(0)).sum(1),
+        lambda x: (x / x.sum(0, keepdims=True))[:, 0],
+    ):
+        with pytest.raises(ConfigError, match=r"depends on the other points.*fedcb2o.from_point"):
+            minimize(function, dim=3, maxiter=2)
+
+
+@pytest.mark.parametrize("draw", [np.random.standard_normal, torch.randn])
+def test_random_functions_keep_their_form_and_their_numbers(draw):
+    def noisy(x):
+        return (x**2).sum(-1) + torch.as_tensor(draw(len(x)))
+
+    results = []
+    for function in (noisy, takes_tensors(noisy)):
+        np.random.seed(3)  # noqa: NPY002
+        torch.manual_seed(3)
+        results.append(minimize(function, dim=3, maxiter=5, seed=2))
+    assert torch.equal(results[0].theta, results[1].theta)
+    assert results[0].nfev == results[1].nfev

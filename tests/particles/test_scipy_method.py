@@ -148,3 +148,26 @@ def test_disp_prints_the_result(capsys):
 def test_unsupported_options_are_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, **arguments)
+
+
+def test_a_function_of_one_point_that_accepts_many_is_called_for_each():
+    target = np.array([0.5, 0.3, 0.2])
+    result = optimize.minimize(
+        lambda x: np.abs(x / np.sum(x) - target) @ np.ones(3),
+        [0.5] * 3, method=fedcb2o.cb2o, bounds=[(0.01, 1)] * 3, options={"maxfev": 8000},
+    )  # fmt: skip
+    np.testing.assert_allclose(result.x / result.x.sum(), target, atol=1e-3)
+
+
+def test_a_callback_receives_the_value_of_a_function_of_many_points():
+    values = []
+
+    def record(*, intermediate_result):
+        values.append((intermediate_result.fun, intermediate_result.x @ intermediate_result.x))
+
+    optimize.minimize(
+        lambda x: np.sum(x[:, :] ** 2, axis=1),
+        [1.0, 1.0], method=fedcb2o.cb2o, callback=record, options={"maxiter": 3},
+    )  # fmt: skip
+    assert values
+    np.testing.assert_allclose(*np.transpose(values))

@@ -9,9 +9,12 @@ Example:
     [4.0, 10.0, 2.0]
 """
 
+import contextlib
 import functools
+import itertools
 import logging
 import math
+import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -28,6 +31,8 @@ from fedcb2o.user_values import to_array, to_tensor
 _LOGGER = logging.getLogger(__name__)
 
 _CONVERTED = "_takes_tensors"  # attribute of functions whose form is known
+
+_NUM_COMPARED = 3  # points whose values alone are compared with those among many
 
 _Call = Callable[[Tensor], Any]
 
@@ -149,7 +154,9 @@ class UserFunction:
     """A user's function of points, called in the form that it accepts.
 
     The first call tries the forms in order: a tensor of all points, a tensor [n, d], an array
-    [n, d], one point as an array, one point as a tensor. Later calls take the form that fitted.
+    [n, d], one point as an array, one point as a tensor. Later calls take the form that fitted. A
+    form of many points fits only if it gives a point the same value among others as alone: a
+    function of one point that divides by x.sum() accepts many.
     """
 
     def __init__(
@@ -205,7 +212,8 @@ class UserFunction:
             values = self._attempt(form, points, sample, failures)
             if values is None:
                 continue
-            self._form = form
+            if len(rows) > 1:  # one point does not tell the forms apart
+                self._form = form
             if not is_ambiguous:
                 return values
             form.of_rows = True
@@ -214,16 +222,17 @@ class UserFunction:
         # 2. Try point by point, where the function may fail at some of them.
         if self._errors == "exclude":
             for form in self._forms(2):
-                attempts = (self._attempt(form, row[None], None, _Failures()) for row in rows)
-                if any(values is not None for values in attempts):
-                    self._form = form
+                fitting = list(itertools.islice(self._fitting_rows(form, rows), _NUM_COMPARED))
+                several = torch.stack(fitting) if fitting else rows[:0]
+                if fitting and self._attempt(form, several, None, failures) is not None:
+                    self._form = form if len(fitting) > 1 else None
                     return self._call_rows(form, x)
 
         hint = ', or take errors="exclude"' if self._errors == "raise" else ""
         raise ConfigError(
             f"{self._name}, {label(self._function)}, accepts neither many points nor one:"
             f" {failures}. Write it for points [..., d], as tensors or as NumPy arrays, or for one"
-            f" point [d]{hint}"
+            f" point [d], as fedcb2o.from_point takes it{hint}"
         ) from failures.first
 
     def _forms(self, ndim: int) -> "Iterator[_Form]":
@@ -257,6 +266,8 @@ class UserFunction:
             raise ConfigError(
                 f"{self._name} raised StopIteration, as an exhausted iterator does"
             ) from error
+        except _TruthValueError:
+            raise
         except Exception as error:
             failures.add(form.name, error)
             return None
@@ -277,13 +288,62 @@ class UserFunction:
             )
             return None
         require_unwritten(self._name, self._function, copy, before, x)
+        if not form.is_pointwise and self._depends_on_others(form, x, values):
+            failures.add(form.name, "its value at a point depends on the other points")
+            return None
         return values
+
+    def _fitting_rows(self, form: "_Form", rows: Tensor) -> Iterator[Tensor]:
+        """Return the points at which a form fits by itself, where it may fail at others."""
+        for row in rows:
+            if self._attempt(form, row[None], None, _Failures()) is not None:
+                yield row
+
+    def _depends_on_others(self, form: "_Form", x: Tensor, values: Tensor) -> bool:
+        """Return whether points have other values alone than among all points.
+
+        Functions that are random, or that accept no single point, count as independent.
+        """
+        rows = x.detach().reshape(-1, x.shape[-1])
+        flat = _to_rows(values, len(rows))
+        # Rounding depends on the number of points.
+        scale = flat.abs().nanmedian(0).values.nan_to_num(0, 0, 0).clamp(min=1e-8)
+        atol = 1e-6 if values.dtype == torch.float64 else 1e-4
+
+        def agree(a: Tensor, b: Tensor) -> bool:
+            return torch.allclose(a / scale, b / scale, rtol=1e-4, atol=atol, equal_nan=True)
+
+        def evaluate(call: Callable[[], Any], count: int) -> Tensor | None:
+            try:
+                return _to_rows(to_tensor("", call()), count)
+            except Exception:
+                return None
+
+        with _keep_random_state():
+            is_independent = True
+            for k in {0, len(rows) // 2, len(rows) - 1}:
+                point = rows[k]
+                one = point.clone().reshape(*[1] * (x.ndim - 1), -1)
+                alone = None
+                if len(rows) > 1:
+                    alone = evaluate(functools.partial(form.call, one), 1)
+                if alone is None:
+                    array = point.cpu().numpy().copy()
+                    alone = evaluate(functools.partial(self._function, array), 1)
+                if alone is not None and alone.shape[1] == flat.shape[1]:
+                    is_independent &= agree(alone, flat[k : k + 1])
+            if is_independent:
+                return False
+            again = evaluate(functools.partial(form.call, x.detach().clone()), len(rows))
+            return again is not None and again.shape == flat.shape and agree(again, flat)
 
     def _finish(self, values: Any, x: Tensor) -> Tensor:
         """Return values as a tensor [...] or [..., m], where their shape allows it."""
         tensor: Tensor = values
         if not isinstance(values, Tensor):
             tensor = to_tensor(f"{self._name} returned", values).to(x.device)
+        if self._vector:
+            _refuse_truth_values(self._name, tensor.dtype == torch.bool, values)
         lead = x.shape[:-1]
         if tensor.shape == lead and not self._vector:
             return tensor
@@ -323,6 +383,37 @@ class UserFunction:
         missing = x.new_full(shape, torch.nan)
         stacked = torch.stack([missing if value is None else value for value in values])
         return self._finish(stacked, x)
+
+
+def _refuse_truth_values(name: str, is_bool: bool, values: Any) -> None:
+    """Refuse truth values, or a list with one: as numbers, False and True are both at least 0."""
+    if isinstance(values, list | tuple):
+        types = (str(getattr(item, "dtype", type(item).__name__)) for item in values)
+        is_bool = is_bool or any(name in ("bool", "torch.bool") for name in types)
+    if is_bool:
+        raise _TruthValueError(
+            f"{name} returned truth values, expected amounts: return x[0] - 1 rather than x[0] >= 1"
+        )
+
+
+def _to_rows(values: Tensor, count: int) -> Tensor:
+    return values.detach().double().cpu().reshape(count, -1)
+
+
+@contextlib.contextmanager
+def _keep_random_state() -> Iterator[None]:
+    """Restore the global random numbers after a block, so that its calls change no result."""
+    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)  # noqa: NPY002
+
+
+class _TruthValueError(ConfigError):
+    """A constraint returned truth values."""
 
 
 class _Failures:
@@ -404,6 +495,7 @@ def _evaluate_vector(function: Callable[..., Any], args: tuple[Any, ...], point:
     """Return the list of numbers that a user's function of a point returns."""
     value = _call_at_point(function, args, point)
     array = to_array(f"the function {label(function)} of a point returned", value)
+    _refuse_truth_values(f"the function {label(function)}", array.dtype == bool, value)
     if array.ndim > 1:
         raise ConfigError(
             f"the function {label(function)} of a point must return a number or a list of numbers,"

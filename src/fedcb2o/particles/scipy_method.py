@@ -8,7 +8,6 @@ Example:
 """
 
 import dataclasses
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize, resolve_dynamics
-from fedcb2o.particles.functions import UserFunction, evaluate_point, with_args
+from fedcb2o.particles.functions import UserFunction, with_args
 from fedcb2o.particles.initialisation import has_many_seeds
 from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
@@ -91,18 +90,20 @@ def cb2o(
     if not isinstance(args, tuple):
         args = (args,)
 
-    def on_step(state: State) -> Any:
-        x = state.x.numpy().copy()
-        return _call_callback(callback, x, functools.partial(evaluate_point, fun, args))  # type: ignore[arg-type]
-
     errors = options.get("errors", "raise")
 
     def convert(name: str, function: Callable[..., Any], *, vector: bool = False) -> UserFunction:
         bound = with_args(function, args)
         return UserFunction(name, bound, vector=vector, errors=errors, arrays_only=True)
 
+    objective = convert("`fun`", fun)
+
+    def on_step(state: State) -> Any:
+        x = state.x.numpy().copy()
+        return _call_callback(callback, x, lambda: objective(state.x[None]).item())  # type: ignore[arg-type]
+
     result = minimize(
-        convert("`fun`", fun),
+        objective,
         None if upper is None else convert("`upper`", upper),
         constraints=constraints,
         x0=to_array("`x0` holds", x0).ravel(),
@@ -116,14 +117,14 @@ def cb2o(
     return _to_scipy_result(result)
 
 
-def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[Any], Any]) -> Any:
+def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[], float]) -> Any:
     """Call a SciPy callback of either kind."""
     try:
         names = set(inspect.signature(callback).parameters)
     except (TypeError, ValueError):  # a built-in function without a signature
         names = set()
     if names == {"intermediate_result"}:
-        return callback(intermediate_result=OptimizeResult(x=x, fun=fun(x.copy())))
+        return callback(intermediate_result=OptimizeResult(x=x, fun=fun()))
     return callback(x)
 
 
