@@ -77,6 +77,7 @@ def test_two_pairs_are_a_data_set_and_two_sequences_a_pair():
     assert two.pool.y.tolist() == [0, 1]
 
 
+@pytest.mark.filterwarnings("ignore:the validation samples are bytes")
 def test_an_agent_reads_images_as_data_sets_do():
     torch.manual_seed(0)
     network = nn.Sequential(nn.Flatten(), nn.Linear(72, 3))

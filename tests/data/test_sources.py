@@ -97,6 +97,7 @@ def test_sources_equal_arrays(source):
     assert result.class_names == expected.class_names
 
 
+@pytest.mark.filterwarnings("ignore:the validation samples are bytes")
 @pytest.mark.parametrize(
     "source",
     [
