@@ -304,6 +304,9 @@ class UserFunction:
 
         Functions that are random, or that accept no single point, count as independent.
         """
+        # Such values are refused later, by name.
+        if values.layout != torch.strided or values.device != x.device:
+            return False
         rows = x.detach().reshape(-1, x.shape[-1])
         flat = _to_rows(values, len(rows))
         # Rounding depends on the number of points.
