@@ -60,7 +60,8 @@ def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
         chosen, state_after = done.decisions, engine.persistent_state(done.state)
         tested = done.test_results or {}
         scores = {
-            j: compute_metrics(result, AttackGoal((1,), (2,))) for j, result in tested.items()
+            j: compute_metrics(result, AttackGoal((1,), (2,)))
+            for j, result in sorted(tested.items())
         }
         arrays = {
             "train_loss": done.train_loss,
