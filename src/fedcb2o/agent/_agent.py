@@ -337,7 +337,9 @@ class Agent:
                 group,
                 self.round,
                 self._state,
-                lambda asked: single_agent.inbox_of_one(group, self.round, asked.values, received),
+                lambda asked: single_agent.inbox_of_one(
+                    group, self.round, asked.values.tolist(), received
+                ),
                 oracle=oracle,
             )
         if not is_finite(buffer[0]):
