@@ -1,5 +1,6 @@
 """Measurements on tuning images: run the cells that a table lacks, and add them one by one."""
 
+import argparse
 import csv
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -64,7 +65,13 @@ def measure_missing(
             csv.writer(file, lineterminator="\n").writerow([*cell, *values])
 
 
-def remove_method(path: Path, method: str) -> None:
-    """Remove the rows of a method from a table."""
-    table = pd.read_csv(path, dtype=str)
-    table[table.method != method].to_csv(path, index=False, lineterminator="\n")
+def remove_requested(path: Path, methods: Iterable[str], description: str | None) -> None:
+    """Read the command line of a measurement, and remove the rows of the method of `--again`."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--again", choices=methods, help="method whose runs are measured anew")
+    again = parser.parse_args().again
+    if again:
+        table = pd.read_csv(path, dtype=str)
+        table[table.method != again].to_csv(path, index=False, lineterminator="\n")

@@ -8,7 +8,6 @@ The values are in docs/benchmark/long-training/values.csv, one row per method an
 benign agents after the rounds in ROUNDS. All methods train on and validate with all samples.
 """
 
-import argparse
 import os
 import sys
 import tempfile
@@ -76,13 +75,7 @@ def long_training_table() -> pd.DataFrame:
 
 def main() -> None:
     """Measure the missing runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--again", choices=METHODS, help="method whose runs are measured anew")
-    again = parser.parse_args().again
-    if again:
-        cells.remove_method(VALUES, again)
+    cells.remove_requested(VALUES, METHODS, __doc__)
     missing = [(SETTING, method, ATTACK, seed) for method in METHODS for seed in SEEDS]
     with tempfile.TemporaryDirectory() as folder:
         template = new(Path(folder) / "lab") / "mine.toml"

@@ -10,7 +10,6 @@ validate with all samples. EMNIST is read from the folder that FEDCB2O_DATA name
 user's.
 """
 
-import argparse
 import os
 import tempfile
 from pathlib import Path
@@ -106,13 +105,7 @@ def weak_places_table() -> pd.DataFrame:
 
 def main() -> None:
     """Measure the missing runs."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--again", choices=METHODS, help="method whose runs are measured anew")
-    again = parser.parse_args().again
-    if again:
-        cells.remove_method(VALUES, again)
+    cells.remove_requested(VALUES, METHODS, __doc__)
     missing = [
         (name, method, attack, seed)
         for name, setting in SETTINGS.items()
