@@ -186,7 +186,7 @@ def test_the_printed_file_of_a_preset_is_the_same_experiment(tmp_path):
     assert result == fedcb2o.load("digits-fedcb2o-released").settings()
     assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digit-fedassay").one_line()
     assert "Did you mean `digits-fedassay`?" in run_cli("presets", "digits").one_line()
-    assert "Did you mean `digits-fedassay` or" in run_cli("presets", "fedassay").one_line()
+    assert "Did you mean `har-fedassay` or" in run_cli("presets", "fedassay").one_line()
 
 
 def test_the_version_is_printed_by_the_module():

@@ -25,7 +25,7 @@ from fedcb2o.federated.sections import AgentsSection
 def test_every_preset_is_valid_and_has_a_title_and_a_description(name):
     experiment = load(name)
     assert experiment.name == name
-    kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "smollm")
+    kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "har", "smollm")
     assert name.split("-")[0] in kinds
     assert experiment.title
     assert presets()[name] == experiment.description

@@ -7,6 +7,7 @@ from fedcb2o.data.sets._arrays import arrays
 from fedcb2o.data.sets._cifar10 import cifar10
 from fedcb2o.data.sets._docstrings import docstrings
 from fedcb2o.data.sets._fashion_shops import fashion_shops
+from fedcb2o.data.sets._har import har
 from fedcb2o.data.sets._mnist import emnist, fashion_mnist, mnist
 from fedcb2o.data.sets._owner_table import owner_table
 from fedcb2o.data.sets._scikit_learn import breast_cancer, diabetes, digits
@@ -23,6 +24,7 @@ __all__ = [
     "emnist",
     "fashion_mnist",
     "fashion_shops",
+    "har",
     "mnist",
     "owner_table",
     "text",
