@@ -83,6 +83,7 @@ def test_har_on_a_small_file(tmp_path, monkeypatch):
     assert (data.test.y.tolist(), data.owners.test.tolist()) == ([3, 0, 1], [1, 0, 0])
     assert data.class_names[3:5] == ("sit", "stand")
     assert data.pool.x.shape == (7, 6, 128)
+    assert data.groups.pool.tolist() == [1, 1, 1, 1, 0, 0, 0]
     features = sets.har().pool.x
     assert features.shape == (7, 72)
     # in standard deviations over the pool: four windows of 3 and three of 1

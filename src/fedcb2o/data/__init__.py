@@ -9,7 +9,7 @@ Example:
 """
 
 from fedcb2o.data import sets, skews, transforms
-from fedcb2o.data._dataset import Dataset, DatasetNames, Owners, Shard, features, hold_out
+from fedcb2o.data._dataset import Dataset, DatasetNames, Groups, Owners, Shard, features, hold_out
 from fedcb2o.data._partition import Population, partition, partition_by_owner, validation_mask
 from fedcb2o.data._sample_format import (
     OTHER_SCALE,
@@ -25,6 +25,7 @@ from fedcb2o.data._sample_format import (
 )
 from fedcb2o.data.inputs import dataset, datasets
 from fedcb2o.data.release import Release, default_folder, user_folder
+from fedcb2o.data.scaling import Scaler
 from fedcb2o.data.sets import *  # noqa: F403
 from fedcb2o.data.sets._text import tokenise
 from fedcb2o.data.transforms import ClusterTransform, ClusterView, rotate
@@ -35,10 +36,12 @@ __all__ = [
     "ClusterView",
     "Dataset",
     "DatasetNames",
+    "Groups",
     "Owners",
     "Population",
     "Release",
     "SampleValues",
+    "Scaler",
     "Shard",
     "ValueRange",
     "brightness",

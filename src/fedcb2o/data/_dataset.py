@@ -87,6 +87,31 @@ class Owners:
         return f"Owners({', '.join(listed)}{f' and {remaining} more' if remaining else ''})"
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Groups of samples that no split divides, such as recordings, patients or days.
+
+    Attributes:
+        pool: Group of each sample in the pool, a whole number from 0.
+        by_time: Whether groups are numbered in the order of time, so that splits hold out the last
+            ones.
+    """
+
+    pool: Int[Tensor, " n"]
+    by_time: bool = False
+
+    def part(self, chosen: Int[np.ndarray, " m"]) -> "Groups":
+        """Return the groups of a part of the samples.
+
+        Args:
+            chosen: Indices of samples in the pool.
+
+        Returns:
+            Their groups, in the order of the indices.
+        """
+        return Groups(self.pool[torch.from_numpy(chosen)], self.by_time)
+
+
 class DatasetNames(NamedTuple):
     """Names of the classes and of the owners in a data set."""
 
@@ -104,6 +129,7 @@ class Dataset:
         test: Test samples.
         class_names: Names of the classes 0 to C - 1; empty without classes.
         owners: Owners of the samples, if agents bring their own data.
+        groups: Groups of samples that no split divides.
         is_checked: Whether `dataset` or `datasets` made and checked it.
     """
 
@@ -111,6 +137,7 @@ class Dataset:
     test: Shard
     class_names: tuple[str, ...]
     owners: Owners | None = None
+    groups: Groups | None = None
     is_checked: bool = field(default=False, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -202,6 +229,23 @@ def group_members(groups: Int[np.ndarray, " n"], count: int) -> list[Int[np.ndar
     # The first part of the split has the samples without a group.
     order = np.argsort(groups, kind="stable")
     return np.split(order, np.searchsorted(groups[order], np.arange(count + 1)))[1:-1]
+
+
+def group_mask(
+    groups: Int[np.ndarray, " n"], share: float, draw: np.random.Generator | None
+) -> Bool[np.ndarray, " n"]:
+    """Select whole groups with about a share of the samples, at least one group and not all.
+
+    They are random groups, or without `draw` those of the highest numbers. There are two groups or
+    more.
+    """
+    values, place, counts = np.unique(groups, return_inverse=True, return_counts=True)
+    order = np.arange(len(values))[::-1]
+    if draw is not None:
+        order = draw.permutation(len(values))
+    sizes = counts[order].cumsum()[:-1]
+    count = 1 + int(np.abs(sizes - share * len(groups)).argmin())
+    return np.isin(place, order[:count])
 
 
 def features(x: Shaped[Tensor, "n *features"]) -> Float[Tensor, "n *features"]:

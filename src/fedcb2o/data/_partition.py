@@ -15,7 +15,7 @@ from jaxtyping import Bool, Int
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedcb2o.data._dataset import Dataset, Owners, group_members
+from fedcb2o.data._dataset import Dataset, Groups, Owners, group_mask, group_members
 from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.plugins import did_you_mean
 from fedcb2o.rng import stream
@@ -189,13 +189,23 @@ def validation_mask(
     *,
     hold_out: bool = True,
     name: str | None = None,
+    groups: Groups | None = None,
 ) -> NDArray[np.bool_]:
     """Select an agent's validation samples, as described in `partition`.
 
+    With `groups` of the samples, whole groups are held out, whatever their classes.
     `name` is that of the agent in messages. ConfigError is raised if the agent has no training or
     no validation data.
     """
-    order = stream(seed, "split", agent).permutation(len(y))
+    draw = stream(seed, "split", agent)
+    if groups is not None and hold_out:
+        if len(np.unique(groups.pool)) < 2:
+            raise ConfigError(
+                f"{name or f'agent {agent}'} has one group to train on, and `agents.hold_out` needs"
+                " a second one to validate: set `hold_out` = false, or give it more groups"
+            )
+        return group_mask(groups.pool.numpy(), fraction, None if groups.by_time else draw)
+    order = draw.permutation(len(y))
     mask = np.zeros(len(y), bool)
     if split == "random" or fraction == 1:
         mask[order[: round(fraction * len(y))]] = True
@@ -327,7 +337,10 @@ def partition_by_owner(
             name = f"owner {owners.names[owner]!r}"
             if not has_reserved:
                 mask = validation_mask(
-                    labels[samples], agent, validation, split, seed, hold_out=hold_out, name=name
+                    *(labels[samples], agent, validation, split, seed),
+                    hold_out=hold_out,
+                    name=name,
+                    groups=None if dataset.groups is None else dataset.groups.part(samples),
                 )
             if (hold_out and mask.all()) or not mask.any():
                 purpose = "training" if mask.any() else "validation"

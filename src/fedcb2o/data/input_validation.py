@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 
 from fedcb2o.data import input_arrays, names
-from fedcb2o.data._dataset import Owners
+from fedcb2o.data._dataset import Groups, Owners
 from fedcb2o.data.sources import Part
 from fedcb2o.errors import DataError
 
@@ -309,3 +310,68 @@ def check_owners(parts: Sequence[Part], sizes: Sequence[int]) -> Owners:
     pool = torch.from_numpy(np.searchsorted(values, checked[0]))
     reserved = torch.zeros(sizes[0], dtype=torch.bool)
     return Owners(tuple(map(str, values.tolist())), pool, tests, reserved)
+
+
+def check_keys(
+    key: Literal["group", "time"], parts: Sequence[Part], sizes: Sequence[int]
+) -> NDArray[Any] | None:
+    """Check the group or time of each sample in all parts; None without any.
+
+    `sizes` are the numbers of samples of the parts. DataError is raised if a length or type is
+    wrong, or a part has none.
+    """
+    given = [(part, size, getattr(part, key)) for part, size in zip(parts, sizes, strict=True)]
+    if all(values is None for *_, values in given):
+        return None
+    checked = []
+    for part, size, values in given:
+        if values is None:
+            raise DataError(f"{part.label} has no `{key}`, and other samples have: give it for all")
+        if key == "time":
+            array = _check_times(part.label, values)
+        else:
+            array = check_labels("group", values, "group", "groups")
+        if len(array) != size:
+            raise DataError(f"`{key}` has {len(array)} values, and {part.label} {size} samples")
+        input_arrays.check_rows_match(part.x_name, part.x, key, values)
+        checked.append(array)
+    if len({array.dtype.kind for array in checked}) > 1:
+        raise DataError(f"`{key}` must be of one kind, got several, such as words and numbers")
+    return np.concatenate(checked)
+
+
+def _check_times(label: str, values: Any) -> NDArray[Any]:
+    """Check numbers or dates, one per sample; dates become whole nanoseconds."""
+    if isinstance(values, torch.Tensor):
+        values = values.numpy(force=True)
+    column = pd.Series(np.asarray(values) if isinstance(values, list | tuple) else values)
+    is_date = pd.api.types.is_datetime64_any_dtype(column.dtype)
+    if column.isna().any():
+        raise DataError(f"{label} has samples without a time: fill it in, or leave them out")
+    if is_date:
+        return pd.DatetimeIndex(column).as_unit("ns").asi8
+    if column.dtype.kind not in "iuf":
+        raise DataError(
+            f"`time` must be numbers or dates (pandas.to_datetime), got {column.dtype} in {label}"
+        )
+    return column.to_numpy()
+
+
+def number_groups(
+    group: NDArray[Any] | None, time: NDArray[Any] | None, owner: NDArray[np.int64]
+) -> Groups | None:
+    """Return the groups of samples: those of `group`, in the order of their first time.
+
+    Without `group`, an owner's samples of one time are a group. None without groups and times.
+    """
+    if time is None:
+        numbers = None if group is None else np.unique(group, return_inverse=True)[1]
+        return None if numbers is None else Groups(torch.from_numpy(numbers))
+    instant = np.unique(time, return_inverse=True)[1]
+    if group is None:
+        group = instant * (owner.max(initial=0) + 1) + owner
+    numbers = np.unique(group, return_inverse=True)[1]
+    first = np.full(numbers.max(initial=0) + 1, len(numbers))
+    np.minimum.at(first, numbers, instant)
+    rank = np.argsort(np.argsort(first, kind="stable"), kind="stable")
+    return Groups(torch.from_numpy(rank[numbers]), by_time=True)

@@ -9,7 +9,7 @@ Example:
 
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -17,9 +17,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedcb2o.data import input_arrays, input_validation, names, sources
-from fedcb2o.data._dataset import Dataset, Owners, Shard, features, stratified_mask
+from fedcb2o.data._dataset import (
+    Dataset,
+    Groups,
+    Owners,
+    Shard,
+    features,
+    group_mask,
+    stratified_mask,
+)
 from fedcb2o.data._sample_format import match_samples
 from fedcb2o.data.overlap import count_shared
+from fedcb2o.data.scaling import Scaler
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.plugins import to_python
 from fedcb2o.rng import stream
@@ -36,12 +45,15 @@ def dataset(
     *,
     columns: Any = None,
     owner: Any = None,
+    group: Any = None,
+    time: Any = None,
     x_test: Any = None,
     y_test: Any = None,
     owner_test: Any = None,
+    group_test: Any = None,
     class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
-    standardise: bool = False,
+    standardise: bool | Literal["owner"] | Scaler = False,
     numbers: bool = False,
 ) -> Dataset:
     """Make a data set from samples and labels: arrays, tensors, lists, tables or data sets.
@@ -57,14 +69,21 @@ def dataset(
             ("image", "label") or (["age", "dose"], "ill").
         owner: Owner of each sample [n], whole numbers or words, or with `columns` the name of a
             column. Each value is an agent that holds its own samples.
+        group: Group of each sample [n], such as a recording, a patient or a day, or the name of a
+            column. No split divides a group. Groups of several owners are held out for all of them.
+        time: Time of each sample [n], numbers or dates, or the name of a column. Splits hold out
+            the last samples, or the groups that begin last.
         x_test: Test samples. Without them, a fixed share of each class, or of each owner without
             test samples, is held out from `x`.
         y_test: Labels of the test samples.
         owner_test: Owner of each test sample. Without it, `x_test` tests every agent.
+        group_test: Group of each test sample; a warning counts those in groups of `group`.
         class_names: Names of the classes; labels are then the numbers 0 to C - 1. Or a mapping
             {label: name}.
         test_share: Share that is held out, in (0, 1); 0 with `owner` and `x_test` holds out none.
-        standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool.
+        standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool,
+            which agents can agree on without their samples (`fedcb2o.data.Scaler`). "owner": each
+            owner's features over its own pool. Or the scaler that was agreed on.
         numbers: Whether `y` [n] or [n, k] holds the targets of a regression, without classes.
 
     Returns:
@@ -90,33 +109,59 @@ def dataset(
         raise DataError(
             "`owner_test` goes with `owner` and `x_test`: it names the owner of each test sample"
         )
-    parts = [sources.read("`x`", ("x", "y"), x, y, columns=columns, owner=owner)]
+    if group_test is not None and (group is None or x_test is None):
+        raise DataError(
+            "`group_test` goes with `group` and `x_test`: it names the group of each test sample"
+        )
+    keys = {"owner": owner, "group": group, "time": time}
+    parts = [sources.read("`x`", ("x", "y"), x, y, columns=columns, **keys)]
     if x_test is not None:
         test_columns = columns if y_test is None else None
         read = sources.read(
             *("`x_test`", ("x_test", "y_test"), x_test, y_test),
             columns=test_columns,
             owner=owner_test,
+            group=group_test,
         )
         parts.append(read)
 
-    checked = check_parts(parts, class_names, numbers=numbers, exact=standardise)
+    checked = check_parts(parts, class_names, numbers=numbers, exact=bool(standardise))
     pool = checked.shards[0]
     test = None if x_test is None else checked.shards[1]
     owners = None
     if owner is not None:
         owners = input_validation.check_owners(parts, [len(shard) for shard in checked.shards])
-    return build_dataset(pool, test, checked.classes, owners, test_share, standardise=standardise)
+    # Test samples have no time: they are not split.
+    group_parts = parts if group_test is not None else parts[:1]
+    sizes = [len(shard) for shard in checked.shards[: len(group_parts)]]
+    group_values = input_validation.check_keys("group", group_parts, sizes)
+    times = input_validation.check_keys("time", parts[:1], sizes[:1])
+    _warn_of_divided_groups(group_values, np.arange(sum(sizes)) >= len(pool))
+    trained = None if group_values is None else group_values[: len(pool)]
+    owner_of_sample = np.zeros(len(pool), np.int64)
+    if owners is not None:
+        owner_of_sample = owners.pool.numpy()
+    return build_dataset(
+        pool,
+        test,
+        checked.classes,
+        owners,
+        test_share,
+        groups=input_validation.number_groups(trained, times, owner_of_sample),
+        standardise=standardise,
+    )
 
 
 def datasets(
     parts: Any,
     *,
     columns: Any = None,
+    group: str | None = None,
+    time: str | None = None,
     test: Any = None,
     class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
-    standardise: bool = False,
+    standardise: bool | Literal["owner"] | Scaler = False,
     numbers: bool = False,
 ) -> Dataset:
     """Make a data set of several owners, each an agent with its samples.
@@ -129,11 +174,13 @@ def datasets(
     Args:
         parts: Owners' data, by name or in order; or a partitioner of `flwr-datasets`.
         columns: Columns of samples and labels, as in `fedcb2o.dataset`.
+        group: With `columns`, that of groups that no split divides, as in `fedcb2o.dataset`.
+        time: With `columns`, that of times, as in `fedcb2o.dataset`.
         test: Samples that test every agent.
         class_names: Names of the classes, as in `fedcb2o.dataset`.
         test_share: Share of an owner's samples that is held out where it gives no test samples; 0
             with `test` holds out none.
-        standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool.
+        standardise: As in `fedcb2o.dataset`.
         numbers: Whether labels are the targets of a regression.
 
     Returns:
@@ -169,10 +216,15 @@ def datasets(
     if test is not None:
         pieces.append((-1, "test", "test", test))
     read = [
-        sources.read(label, (f"x of {label}", f"y of {label}"), piece, columns=columns)
+        sources.read(
+            *(label, (f"x of {label}", f"y of {label}"), piece),
+            columns=columns,
+            group=group,
+            time=time,
+        )
         for _, _, label, piece in pieces
     ]
-    checked = check_parts(read, class_names, numbers=numbers, exact=standardise)
+    checked = check_parts(read, class_names, numbers=numbers, exact=bool(standardise))
 
     # 2. Concatenate the pieces.
     sizes = [len(shard) for shard in checked.shards]
@@ -191,7 +243,25 @@ def datasets(
     )
     pool = samples.part(np.flatnonzero(~is_test))
     tests = samples.part(np.flatnonzero(is_test)) if is_test.any() else None
-    return build_dataset(pool, tests, checked.classes, owners, test_share, standardise=standardise)
+
+    # 3. Their groups.
+    group_values = input_validation.check_keys("group", read, sizes)
+    times = input_validation.check_keys("time", read, sizes)
+    _warn_of_divided_groups(group_values, purpose_of_sample != "train")
+    groups = input_validation.number_groups(
+        None if group_values is None else group_values[~is_test],
+        None if times is None else times[~is_test],
+        owner_of_sample[~is_test],
+    )
+    return build_dataset(
+        pool,
+        tests,
+        checked.classes,
+        owners,
+        test_share,
+        groups=groups,
+        standardise=standardise,
+    )
 
 
 def _pieces_by_purpose(name: str, part: Any, columns: Any) -> Iterator[tuple[str, Any]]:
@@ -293,7 +363,8 @@ def build_dataset(
     owners: Owners | None,
     test_share: float,
     *,
-    standardise: bool = False,
+    groups: Groups | None = None,
+    standardise: bool | Literal["owner"] | Scaler = False,
     compare_owners: bool = True,
 ) -> Dataset:
     """Make a data set, holding out missing test samples.
@@ -314,21 +385,32 @@ def build_dataset(
         )
 
     if owners is not None:
-        pool, test, owners = _hold_out_by_owner(pool, test, owners, test_share)
+        pool, test, owners, groups = _hold_out_by_owner(pool, test, owners, groups, test_share)
+    elif test is None and groups is not None:
+        cure = ": give `x_test` and `y_test`"
+        everyone = np.zeros(len(pool), np.int64)
+        is_test = _hold_out_groups(everyone, {0: "the data set"}, groups, test_share, cure)
+        test = pool.part(np.flatnonzero(is_test))
+        pool = pool.part(np.flatnonzero(~is_test))
+        groups = groups.part(np.flatnonzero(~is_test))
     elif test is None:
         labels = pool.y.numpy() if classes.names else np.zeros(len(pool), np.int64)
-        groups = {k: f"class {name!r}" for k, name in enumerate(classes.names)}
+        named = {k: f"class {name!r}" for k, name in enumerate(classes.names)}
         if classes.names_from == "source":
             # A part of a data set need not have all of its classes.
-            groups = {k: groups[k] for k in np.unique(labels).tolist()}
+            named = {k: named[k] for k in np.unique(labels).tolist()}
         cure = f" of each class: give `x_test` and `y_test`, or leave the class out{classes.hint}"
-        is_test = _hold_out_mask(labels, groups or {0: "the data set"}, test_share, cure)
+        is_test = _hold_out_mask(labels, named or {0: "the data set"}, test_share, cure)
         test = pool.part(np.flatnonzero(is_test))
         pool = pool.part(np.flatnonzero(~is_test))
 
-    if standardise:
+    if isinstance(standardise, Scaler):
+        pool, test = (Shard(standardise(part.x), part.y) for part in (pool, test))
+    elif standardise == "owner":
+        pool, test = _standardise_by_owner(pool, test, owners)
+    elif standardise:
         pool, test = _standardise(pool, test)
-    built = Dataset(pool, test, classes.names, owners)
+    built = Dataset(pool, test, classes.names, owners, groups)
     if classes.hint:
         warnings.warn(f"`y` has {len(classes.names)} classes{classes.hint}", stacklevel=3)
     if classes.names_from != "user":
@@ -357,21 +439,39 @@ def check_overlap(built: Dataset) -> Dataset:
     return built
 
 
+def _warn_of_divided_groups(group: NDArray[Any] | None, is_held_out: NDArray[np.bool_]) -> None:
+    """Warn of test and validation samples in groups that are trained on."""
+    if group is None:
+        return
+    held_out = group[is_held_out]
+    count = int(np.isin(held_out, group[~is_held_out]).sum())
+    if count:
+        warnings.warn(
+            f"{count} of {len(held_out)} samples that are given for test or validation are in"
+            " groups (`group`) with samples to train on, so that accuracy on them is no test:"
+            " split by groups, or have them held out (`test_share`)",
+            stacklevel=3,
+        )
+
+
 def _hold_out_by_owner(
-    pool: Shard, test: Shard | None, owners: Owners, test_share: float
-) -> tuple[Shard, Shard, Owners]:
+    pool: Shard, test: Shard | None, owners: Owners, groups: Groups | None, test_share: float
+) -> tuple[Shard, Shard, Owners, Groups | None]:
     """Hold out a share of the samples of owners without test samples."""
     pool_owners = owners.pool.numpy()
     test_owners = owners.test.numpy()
     untested = np.setdiff1d(np.arange(len(owners.names)), test_owners).tolist()
-    groups = {owner: f"owner {owners.names[owner]!r}" for owner in untested}
+    names = {owner: f"owner {owners.names[owner]!r}" for owner in untested}
 
-    if groups and test_share:
+    if names and test_share:
         # Reserved samples validate. Owners with test samples keep all others.
         is_excluded = owners.validates.numpy() | ~np.isin(pool_owners, untested)
-        group_of_sample = np.where(is_excluded, -1, pool_owners)
+        owner_of_sample = np.where(is_excluded, -1, pool_owners)
         cure = ": give it test samples of its own, or leave it out"
-        is_test = _hold_out_mask(group_of_sample, groups, test_share, cure)
+        if groups is None:
+            is_test = _hold_out_mask(owner_of_sample, names, test_share, cure)
+        else:
+            is_test = _hold_out_groups(owner_of_sample, names, groups, test_share, cure)
 
         held_out = pool.part(np.flatnonzero(is_test))
         if test is None:
@@ -386,9 +486,51 @@ def _hold_out_by_owner(
             owners.validates[remaining],
         )
         pool = pool.part(remaining)
+        groups = None if groups is None else groups.part(remaining)
 
     assert test is not None
-    return pool, test, owners
+    return pool, test, owners, groups
+
+
+def _hold_out_groups(
+    owner_of_sample: NDArray[np.int64],
+    names: Mapping[int, str],
+    groups: Groups,
+    share: float,
+    cure: str,
+) -> NDArray[np.bool_]:
+    """Select whole groups with about a share of each named owner's samples.
+
+    Groups of several owners are selected for all of them. Other samples have -1 in
+    `owner_of_sample`.
+    """
+    draw = None if groups.by_time else stream(0, "dataset", "test")
+    group = groups.pool.numpy()
+    is_test = np.zeros(len(group), bool)
+    owned = np.flatnonzero(owner_of_sample >= 0)
+    pairs = np.unique(np.stack([owner_of_sample[owned], group[owned]]), axis=1)
+    for owner, name in names.items():
+        count = int((pairs[0] == owner).sum())
+        if count < 2:
+            raise DataError(
+                f"{name} has {count} groups, and holding some out needs 2 or more{cure}"
+            )
+    if len(np.unique(pairs[1])) == pairs.shape[1]:
+        for owner in names:
+            members = np.flatnonzero(owner_of_sample == owner)
+            is_test[members] = group_mask(group[members], share, draw)
+        return is_test
+
+    is_test[owned] = group_mask(group[owned], share, draw)
+    for owner, name in names.items():
+        chosen = is_test[owner_of_sample == owner]
+        if chosen.all() or not chosen.any():
+            part = "training" if chosen.all() else "test"
+            raise DataError(
+                f"{name} is left without {part} samples, because owners have groups in common"
+                f" (`group`){cure}"
+            )
+    return is_test
 
 
 def _hold_out_mask(
@@ -407,6 +549,20 @@ def _hold_out_mask(
     ]
     # The test set is the same for every seed.
     return stratified_mask(groups, sizes, stream(0, "dataset", "test"))
+
+
+def _standardise_by_owner(pool: Shard, test: Shard, owners: Owners | None) -> tuple[Shard, Shard]:
+    """Scale the features of each owner to mean 0 and standard deviation 1 over its own pool."""
+    if owners is None or (owners.test < 0).any():
+        reason = "these data have no owners" if owners is None else "common test samples have none"
+        raise DataError(f"`standardise` = 'owner' needs an owner of each sample, and {reason}")
+    scaled = [torch.zeros(part.x.shape) for part in (pool, test)]
+    for owner in range(len(owners.names)):
+        places = [torch.nonzero(ids == owner)[:, 0] for ids in (owners.pool, owners.test)]
+        parts = _standardise(pool.part(places[0].numpy()), test.part(places[1].numpy()))
+        for x, place, part in zip(scaled, places, parts, strict=True):
+            x[place] = part.x
+    return Shard(scaled[0], pool.y), Shard(scaled[1], test.y)
 
 
 def _standardise(pool: Shard, test: Shard) -> tuple[Shard, Shard]:

@@ -37,6 +37,7 @@ class Part(NamedTuple):
 
     `label` is the source in messages, `x_name` and `y_name` are its samples and labels. `classes`
     are the names of the labels 0, 1, ... that the source declares. `mode` is that of images.
+    `owner`, `group` and `time` have a value per sample.
     """
 
     label: str
@@ -45,6 +46,8 @@ class Part(NamedTuple):
     x: Any
     y: Any
     owner: Any = None
+    group: Any = None
+    time: Any = None
     classes: tuple[str, ...] = ()
     mode: str = ""
 
@@ -57,16 +60,18 @@ def read(
     *,
     columns: Any = None,
     owner: Any = None,
+    group: Any = None,
+    time: Any = None,
 ) -> Part:
     """Read the samples, labels and owners of a source, in one pass.
 
     With `y` the source is the samples alone. `names` are those of samples and labels in messages.
     `columns` names the column of samples, or a list of columns, and the column of labels. It is
-    None for pairs, and for `data` and `target` of scikit-learn. `owner` is the name of a column,
-    or has the owner of each sample. DataError is raised if the source has neither pairs nor these
-    columns.
+    None for pairs, and for `data` and `target` of scikit-learn. `owner`, `group` and `time` are
+    names of columns, or have a value for each sample. DataError is raised if the source has
+    neither pairs nor these columns.
     """
-    part = Part(label, *names, source, y, owner)
+    part = Part(label, *names, source, y, owner, group, time)
     if y is None:
         part = _read_rows(part, columns)
     if not images.has_images(part.x):
@@ -78,12 +83,15 @@ def read(
 def _read_rows(part: Part, columns: Any) -> Part:
     """Fill in a part whose `x` is the source of samples and labels."""
     label, source, owner = part.label, part.x, part.owner
-    is_named = isinstance(owner, str)
-    if _is_loader(source) and owner is not None and not is_named and not _keeps_order(source):
-        raise DataError(
-            f"{label} is a loader that changes the order of its samples, which are not those of"
-            " `owner`: name a column of owners (`columns`, `owner`), or set shuffle=False"
-        )
+    keys = {key: getattr(part, key) for key in ("owner", "group", "time")}
+    column_of = {key: value for key, value in keys.items() if isinstance(value, str)}
+    for key, value in keys.items():
+        is_array = value is not None and key not in column_of
+        if is_array and _is_loader(source) and not _keeps_order(source):
+            raise DataError(
+                f"{label} is a loader that changes the order of its samples, which are not those"
+                f" of `{key}`: name a column (`columns`, `{key}`), or set shuffle=False"
+            )
     if isinstance(source, Shard):
         return part._replace(x=source.x, y=source.y)
     if columns is not None and not _is_pair(source):
@@ -92,21 +100,22 @@ def _read_rows(part: Part, columns: Any) -> Part:
                 "`columns` must name two, that of the samples and that of the labels, got"
                 f" {columns!r}"
             )
-        keys = [*columns, owner] if is_named else [*columns]
-        x, y, *owners = _select_all(label, source, keys)
+        x, y, *values = _select_all(label, source, [*columns, *column_of.values()])
         classes = _declared_classes(label, source, columns[1])
-        if is_named:
-            owner = _named_owners(label, source, owner, owners[0])
-        return part._replace(x=x, y=y, owner=owner, classes=classes)
+        selected = dict(zip(column_of, values, strict=True))
+        if "owner" in column_of:
+            selected["owner"] = _named_owners(label, source, owner, selected["owner"])
+        return part._replace(x=x, y=y, classes=classes, **selected)
     if isinstance(source, Mapping) and {"data", "target"} <= source.keys():
-        if is_named:
-            owner = _select(label, source, owner)
+        found = {key: _select(label, source, name) for key, name in column_of.items()}
         names = _as_names(source.get("target_names"))
         is_number = np.asarray(source["target"]).dtype.kind in "iu"
         classes = names if is_number and np.max(source["target"]) < len(names) else ()
-        return part._replace(x=source["data"], y=source["target"], owner=owner, classes=classes)
-    if is_named:
-        raise DataError(f"`owner` = {owner!r} names a column: {_HOW} too, or an array of owners")
+        part = part._replace(x=source["data"], y=source["target"], classes=classes)
+        return part._replace(**found)
+    if column_of:
+        key, value = next(iter(column_of.items()))
+        raise DataError(f"`{key}` = {value!r} names a column: {_HOW} too, or an array of {key}s")
     if _is_pair(source):
         if len(source) != 2:
             raise DataError(f"{label} must be samples and labels, (x, y), got {len(source)} things")

@@ -3,7 +3,7 @@
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -12,7 +12,10 @@ from fedcb2o.data._dataset import Dataset
 from fedcb2o.data.inputs import dataset
 from fedcb2o.errors import DataError
 
-_KEYS = ("x", "y", "owner", "x_test", "y_test", "owner_test", "class_names")
+_KEYS = (
+    *("x", "y", "owner", "group", "time"),
+    *("x_test", "y_test", "owner_test", "group_test", "class_names"),
+)
 
 _READ_ERRORS = (
     OSError,
@@ -30,13 +33,13 @@ def arrays(
     path: str,
     data_dir: Path | None = None,
     test_share: float = 0.25,
-    standardise: bool = False,
+    standardise: bool | Literal["owner"] = False,
     numbers: bool = False,
 ) -> Dataset:
     """Read a data set from an .npz file (`numpy.savez`).
 
-    The file holds `x` and `y` and, optionally, `owner`, `x_test` with `y_test`, `owner_test` and
-    `class_names`. They are the arguments of `fedcb2o.dataset`.
+    The file holds `x` and `y` and, optionally, `owner`, `group`, `time`, `x_test` with `y_test`,
+    `owner_test`, `group_test` and `class_names`. They are the arguments of `fedcb2o.dataset`.
 
     Args:
         path: The file; a relative path starts in `data_dir`.

@@ -50,6 +50,7 @@ def har(*, raw: bool = False) -> Dataset:
     windows = []
     labels = []
     wearers = []
+    named = []
     is_test = []
     for wearer, records in recordings.items():
         for number, record in enumerate(records):
@@ -57,20 +58,24 @@ def har(*, raw: bool = False) -> Dataset:
             windows.append(x)
             labels.append(y)
             wearers += [f"wearer-{int(wearer):02d}"] * len(y)
+            named += [f"{wearer}-{number}"] * len(y)
             is_test += [number > 0] * len(y)
 
     x = np.concatenate(windows)
     x = x.astype(np.float32) if raw else _features(x)
     y = np.concatenate(labels)
     owner = np.array(wearers)
+    recording = np.array(named)
     test = np.array(is_test)
     return dataset(
         x[~test],
         y[~test],
         owner=owner[~test],
+        group=recording[~test],
         x_test=x[test],
         y_test=y[test],
         owner_test=owner[test],
+        group_test=recording[test],
         class_names=_ACTIVITIES,
         standardise=not raw,
     )

@@ -17,6 +17,7 @@ from fedcb2o.data import (
     ClusterView,
     Dataset,
     DatasetNames,
+    Groups,
     Owners,
     Population,
     Shard,
@@ -38,6 +39,7 @@ from fedcb2o.simulation.checkpoint import tensor_crc32
 _LOGGER = logging.getLogger(__name__)
 _LARGEST_COUNT = 10_000
 _OWNER_TENSORS = ("pool", "test", "validates")
+_GROUP_TENSORS = ("groups", "groups_by_time")
 
 
 def load_for_data(
@@ -89,7 +91,7 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     test = validate_shard(f"{where}, in its test,", dataset.test, num_classes)
     _check_owners(where, dataset)
     if not dataset.is_checked:
-        dataset = match_dataset(where, Dataset(pool, test, dataset.class_names, dataset.owners))
+        dataset = match_dataset(where, dataclasses.replace(dataset, pool=pool, test=test))
         if plugins.USER_FUNCTION.get(function) is not None:
             dataset = inputs.check_overlap(dataset)
     check_attack_goal(experiment, dataset)
@@ -103,7 +105,7 @@ def match_dataset(where: str, dataset: Dataset) -> Dataset:
     _, test_x = match_samples(names, [pool.x, dataset.test.x])
     if test_x is dataset.test.x:
         return dataset
-    return Dataset(pool, Shard(test_x, dataset.test.y), dataset.class_names, dataset.owners)
+    return dataclasses.replace(dataset, test=Shard(test_x, dataset.test.y))
 
 
 def _check_class_names(where: str, dataset: Dataset, experiment: Experiment) -> None:
@@ -244,6 +246,11 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
         )
     if dataset.owners is not None:
         return _population_of_owners(experiment, seed, dataset, dataset.owners)
+    if dataset.groups is not None:
+        raise ConfigError(
+            "agents that share out a pool would divide its groups (`group`, `time`): name the owner"
+            " of each sample (`owner`), such as its group"
+        )
 
     # Samples that cannot be transformed raise here, before a run begins.
     view = build_view(experiment, dataset)
@@ -365,6 +372,8 @@ def dataset_tensors(dataset: Dataset) -> dict[str, Tensor]:
     if dataset.owners is not None:
         for name in _OWNER_TENSORS:
             tensors[f"owner_{name}"] = getattr(dataset.owners, name)
+    if dataset.groups is not None:
+        tensors[_GROUP_TENSORS[dataset.groups.by_time]] = dataset.groups.pool
     return tensors
 
 
@@ -380,4 +389,8 @@ def dataset_from_tensors(names: DatasetNames, tensors: Mapping[str, Tensor]) -> 
     owners = None
     if names.owners:
         owners = Owners(names.owners, *(tensors[f"owner_{name}"] for name in _OWNER_TENSORS))
-    return Dataset(pool, test, names.classes, owners)
+    groups = None
+    for by_time, name in enumerate(_GROUP_TENSORS):
+        if name in tensors:
+            groups = Groups(tensors[name], bool(by_time))
+    return Dataset(pool, test, names.classes, owners, groups)

@@ -150,6 +150,7 @@ def _validation_samples(
         agents.split,
         seed,
         hold_out=agents.hold_out,
+        groups=dataset.groups,
     )
 
 
