@@ -222,8 +222,12 @@ def test_constraints_are_refused_for_several_clusters():
         lambda x: x[:, 0] >= 1,
         lambda x: torch.stack([x[0] >= 1, x[1] >= 1]),
         fedcb2o.from_numpy(lambda x: x[..., 0] >= 1),
+        fedcb2o.from_point(lambda x: x[0] >= 1),
+        fedcb2o.from_point(lambda x: x[0] >= 1 and x[1] - 1),
+        lambda x: fedcb2o.from_point(lambda point: point[0] >= 1)(x),
     ],
-    ids=["one", "bool", "one of two", "vector", "many", "[n, d]", "tensor", "from_numpy"],
+    ids=["one", "bool", "one of two", "vector", "many", "[n, d]", "tensor", "from_numpy"]
+    + ["from_point", "from_point at some points", "a function that calls from_point"],
 )
 @pytest.mark.parametrize("errors", ["raise", "exclude"])
 def test_truth_values_are_no_constraint(function, errors):
@@ -231,6 +235,13 @@ def test_truth_values_are_no_constraint(function, errors):
     for constraint in (dictionary, NonlinearConstraint(function, 0, np.inf)):
         with pytest.raises(ConfigError, match=r"truth values.*x\[0\] - 1 rather than x\[0\] >= 1"):
             minimize(double, dim=2, constraints=constraint, maxiter=2, errors=errors)
+
+
+def test_a_constraint_of_from_point_may_have_several_values_and_arguments():
+    function = fedcb2o.from_point(lambda point, a: [point[0] - a, point[1] - 2 * a])
+    constraint = {"type": "ineq", "fun": function, "args": (1.0,)}
+    result = minimize(lambda x: x.square().sum(-1), dim=2, constraints=constraint)
+    assert result.x.tolist() == pytest.approx([1, 2], abs=1e-3)
 
 
 @pytest.mark.parametrize("keep_feasible", [False, True])

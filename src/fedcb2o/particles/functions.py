@@ -32,6 +32,8 @@ _LOGGER = logging.getLogger(__name__)
 
 _CONVERTED = "_takes_tensors"  # attribute of functions whose form is known
 
+_RETURNING = "_with_evaluate"  # attribute of functions of a point: the same with another evaluation
+
 _NUM_COMPARED = 3  # points whose values alone are compared with those among many
 
 _Call = Callable[[Tensor], Any]
@@ -113,7 +115,8 @@ def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: A
         raise ConfigError(
             f"the function {name} of a point must return a number, got the shape {[*array.shape]}"
         )
-    return float(array.item())
+    # Truth values stay such, because constraints refuse them.
+    return bool(array.item()) if array.dtype == bool else float(array.item())
 
 
 def with_args(objective: Any, args: Any) -> Any:
@@ -132,6 +135,9 @@ def with_args(objective: Any, args: Any) -> Any:
     def bound(x: Any) -> Any:
         return objective(x, *args)
 
+    if hasattr(objective, _RETURNING):
+        returning = getattr(objective, _RETURNING)
+        setattr(bound, _RETURNING, lambda evaluate: with_args(returning(evaluate), args))
     return bound
 
 
@@ -182,6 +188,8 @@ class UserFunction:
         self._form: _Form | None = None
         self._is_logged = False
         functools.update_wrapper(self, function, updated=())
+        if vector and hasattr(function, _RETURNING):
+            function = getattr(function, _RETURNING)(_evaluate_vector)
         if getattr(function, _CONVERTED, False):
             self._form = _Form("", function, of_rows=False)
 
@@ -488,9 +496,13 @@ def _each_point(
             is_logged = True
         if failures:
             values = [math.nan if isinstance(value, str) else value for value in values]
-        tensor = torch.tensor(values, dtype=x.dtype, device=x.device)
+        is_bool = bool(values) and all(isinstance(value, bool) for value in values)
+        dtype = torch.bool if is_bool else x.dtype
+        tensor = torch.tensor(values, dtype=dtype, device=x.device)
         return tensor.reshape((*x.shape[:-1], *tensor.shape[1:]))
 
+    again = functools.partial(_each_point, function, workers=workers, errors=errors)
+    setattr(objective, _RETURNING, again)
     return objective
 
 
