@@ -16,7 +16,7 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import Progress, _provenance
-from fedcb2o.report import compare, report, summary
+from fedcb2o.report import compare, left_out_note, report, summary
 from fedcb2o.rng import stream
 
 FILES = (
@@ -217,6 +217,18 @@ def far_targets():
     return fedcb2o.dataset(x[:60], y[:60], x_test=x[60:], y_test=1e25 * y[60:], numbers=True)
 
 
+def one_far_owner():
+    """Three owners with y = sum(x); test targets of the last one overflow a squared error."""
+    x = stream(0, "x").normal(size=(80, 3)).astype(np.float32)
+    y = x.sum(1)
+    owner = np.arange(80) % 3
+    tests = np.where(owner == 2, 1e25 * y, y)
+    return fedcb2o.dataset(
+        x[:60], y[:60], owner=owner[:60], x_test=x[60:], y_test=tests[60:],
+        owner_test=owner[60:], numbers=True,
+    )  # fmt: skip
+
+
 def linear(shape, outputs):
     return nn.Linear(shape[0], outputs)
 
@@ -239,3 +251,19 @@ def test_a_test_loss_that_overflows_is_one_clear_error_of_run_and_report(tmp_pat
         run(table, out=tmp_path / "run")
     with pytest.raises(RunError, match="has run all rounds, and none of its results is finite"):
         report([fedcb2o.Run(tmp_path / "run")], tmp_path / "report")
+
+
+def test_agents_whose_test_loss_overflows_are_counted(tmp_path, caplog):
+    table = tiny(data={"name": one_far_owner}, rounds=2)
+    table["model"] = {"name": linear}
+    table["agents"] = {"num_clusters": 1, "benign": 3, "malicious": 0, "budget": 2}
+    table["training"] = {"gamma": 0.01, "loss": "squared_error"}
+    table.pop("attack", None)
+    finished = run(table, out=tmp_path / "run")
+    note = "seed 1000: the mean of `test_loss` leaves out 1 of 3 agents, whose results are not"
+    assert note in caplog.text
+    last = finished.records[finished.records["round"] == 2].set_index("agent").test_loss
+    assert last.isna().tolist() == [False, False, True]
+    assert summary(finished.records).test_loss[0] == pytest.approx(last[:2].mean())
+    assert note in left_out_note(finished)
+    assert note in " ".join(run_cli("compare", tmp_path / "run").err.split())

@@ -394,6 +394,7 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
     from fedcb2o.report import (
         comparability_notes,
         incomplete_note,
+        left_out_note,
         seed_caption,
         to_rich,
         unverified_note,
@@ -401,8 +402,9 @@ def _print_table(runs: list["Run"], over: _AgentSummary) -> None:
     from fedcb2o.report import compare as compare_runs
 
     for run in runs:
-        for sentence in filter(None, (incomplete_note(run), unverified_note(run))):
-            _LOGGER.warning("%s.", sentence)
+        for note in (incomplete_note, left_out_note, unverified_note):
+            if sentence := note(run):
+                _LOGGER.warning("%s.", sentence)
     for sentence in comparability_notes(runs):
         _LOGGER.warning("%s.", sentence)
     console = Console()

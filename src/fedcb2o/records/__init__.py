@@ -43,7 +43,7 @@ from fedcb2o.records._files import (
 )
 from fedcb2o.records._former_settings import current_settings, original_changes
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
-from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, summary
+from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, left_out, summary
 from fedcb2o.records.metrics import (
     MATRIX_METRICS,
     METRICS,
@@ -94,6 +94,7 @@ __all__ = [
     "is_inside",
     "last_fifth",
     "last_round",
+    "left_out",
     "log_checksums",
     "make_private",
     "metric_name",

@@ -1,6 +1,7 @@
 """Summaries of records: final scores per seed, and selected rounds."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,9 @@ import pandas as pd
 from jaxtyping import Float
 
 from fedcb2o.records.metrics import METRICS, OPTIONAL_METRICS, STANDARD_METRICS
+
+_LOSSES = ("test_loss", "global_loss")
+"""Metrics that all benign agents have, or none."""
 
 
 def summary(table: pd.DataFrame) -> pd.DataFrame:
@@ -53,9 +57,25 @@ def agent_statistics(metric: str, values: Float[np.ndarray, " n"]) -> dict[str, 
 def last_round(table: pd.DataFrame) -> pd.DataFrame:
     """Select benign agents at the last evaluated round of each seed, if any."""
     metrics = [name for name in (*STANDARD_METRICS, *OPTIONAL_METRICS) if name in table]
-    measured = table[metrics].notna().any(axis=1)
-    evaluated = table[~table.malicious.astype(bool) & measured]
-    return evaluated[evaluated["round"] == evaluated.groupby("seed")["round"].transform("max")]
+    benign = table[~table.malicious.astype(bool)]
+    measured = benign[benign[metrics].notna().any(axis=1)]
+    last = measured.groupby("seed")["round"].max()
+    # Agents whose results are not finite have none.
+    return benign[benign["round"] == benign.seed.map(last)]
+
+
+def left_out(table: pd.DataFrame, custom_metrics: Sequence[str] = ()) -> list[str]:
+    """Describe the agents that means leave out, because their result is not finite."""
+    notes = []
+    for seed, last in last_round(table).groupby("seed"):
+        for name in (*_LOSSES, *custom_metrics):
+            count = last[name].isna().sum() if name in last else 0
+            if 0 < count < len(last):
+                notes.append(
+                    f"seed {seed}: the mean of `{name}` leaves out {count} of {len(last)} agents,"
+                    " whose results are not finite"
+                )
+    return notes
 
 
 def last_fifth(table: pd.DataFrame) -> pd.DataFrame:

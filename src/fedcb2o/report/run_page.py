@@ -23,6 +23,7 @@ from fedcb2o.report.tables import (
     custom_metric_means,
     find_local_baseline,
     incomplete_note,
+    left_out_note,
     is_attacked,
     pair_statistics,
     run_labels,
@@ -133,6 +134,7 @@ def report(
         *comparability_notes(shown),
         *map(_tuning_warning, shown),
         *map(incomplete_note, runs),
+        *map(left_out_note, runs),
         *map(unverified_note, runs),
     ]
     page.add_warnings([f"{note}." for note in notes if note])

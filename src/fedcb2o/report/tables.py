@@ -21,6 +21,7 @@ from fedcb2o.records import (
     Run,
     last_fifth,
     last_round,
+    left_out,
     summary,
 )
 from fedcb2o.report._statistics import (
@@ -479,6 +480,12 @@ def incomplete_note(run: Run) -> str | None:
         f"{run.title} ({run.folder.name}) is incomplete: {len(run.seeds)} of {wanted} seeds begun, "
         f"{state}"
     )
+
+
+def left_out_note(run: Run) -> str | None:
+    """Count the agents that the means of a run leave out, if any, without a full stop."""
+    notes = left_out(run.records, run.custom_metrics)
+    return f"{run.title} ({run.folder.name}), {'; '.join(notes)}" if notes else None
 
 
 def unverified_note(run: Run) -> str | None:

@@ -4,6 +4,7 @@ Each file has a checksum in the manifest of the seed. A damaged file is refused 
 nothing is overwritten.
 """
 
+import logging
 from pathlib import Path
 
 from fedcb2o import records
@@ -16,6 +17,8 @@ from fedcb2o.records import (
     Run,
     damaged_error,
 )
+
+_LOGGER = logging.getLogger(__name__)
 
 _SUMMARY = "summary.json"
 
@@ -55,12 +58,16 @@ def verify_seed(folder: Path, rounds: int) -> Manifest | None:
 def write_summary(folder: Path) -> None:
     """Write a seed's summary.json from its records; RunError if no result is finite."""
     seed = int(folder.name.removeprefix("seed-"))
-    scores = records.summary(Run(folder.parent).records_of(seed))
+    run = Run(folder.parent)
+    table = run.records_of(seed)
+    scores = records.summary(table)
     if scores.empty or scores["round"].iloc[0] < scores["rounds"].iloc[0]:
         raise RunError(
             f"the results of {folder} at its last round are not finite for any agent, as where a"
             " test loss overflows: divide the targets by their standard deviation, or look for test"
             " targets and samples that are far larger than the others"
         )
+    for note in records.left_out(table, run.custom_metrics):
+        _LOGGER.warning("%s.", note)
     content = records.to_json({str(name): scores[name].iloc[0] for name in scores})
     records.atomic_write(folder / _SUMMARY, content)
