@@ -427,7 +427,9 @@ def test_a_server_other_than_ray_is_refused(outside_cluster):
     "arguments", [("--cluster",), ("--cluster", "--blocks", "2"), ("--cluster", "local")]
 )
 def test_the_default_address_is_this_machine(tmp_path, monkeypatch, arguments):
-    monkeypatch.setattr(sys.modules["fedcb2o.experiments.runs._runner"], "run", run_mock := Mock())
+    monkeypatch.setattr(
+        sys.modules["fedcb2o.experiments.runs._runner"], "run_loaded", run_mock := Mock()
+    )
     assert run_cli("run", "digits-fedassay", *arguments).status == 0
     assert run_mock.call_args.kwargs["cluster"] == "local"
     assert run_mock.call_args.kwargs["blocks"] == (2 if "--blocks" in arguments else None)

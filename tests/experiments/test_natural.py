@@ -19,6 +19,7 @@ from fedcb2o import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
+from fedcb2o.experiments.grid import load_grid
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.report.tables import pair_statistics
 
@@ -284,13 +285,31 @@ def test_the_limit_of_claimed_samples_is_the_largest_possible_count():
     assert prepare_seed(load(natural(agents=capped)), 0, with_global()).spec.max_samples == 12
 
 
+def test_the_owners_set_the_number_of_agents_of_a_grid():
+    calls = []
+    flip = {"attack": EXPERIMENT["attack"], "agents": {"malicious": 1}}
+    table = natural(
+        agents={"budget": 2}, data={"name": lambda: calls.append(1) or with_global()},
+        defences={"FedCBO": {"algorithm": {"name": "fedcbo"}}}, attacks={"Flip": flip},
+    )  # fmt: skip
+    table = {key: value for key, value in table.items() if key not in ("name", "attack")}
+    plan = load_grid(table)
+    cells = {cell.kind: cell.experiment.agents for cell in plan.cells()}
+    assert (cells["cell"].benign, cells["cell"].malicious) == (3, 1)
+    assert calls == [1]
+    assert [len(dataset.names.owners) for _, dataset in plan.take_datasets()] == [4]
+
+
 def test_the_owners_set_the_number_of_agents(tmp_path):
     agents = {"malicious": 1, "budget": 3}
-    run = fedcb2o.run(natural(agents=agents), out=tmp_path / "counted", workers=1)
+    calls = []
+    table = natural(agents=agents, data={"name": lambda: calls.append(1) or with_global()})
+    run = fedcb2o.run(table, out=tmp_path / "counted", workers=1)
+    assert calls == [1]
     assert run.config["agents"]["benign"] == 3
     expected = fedcb2o.run(EXPERIMENT, out=tmp_path / "given", workers=1)
     assert run.records.equals(expected.records)
-    with pytest.raises(ConfigError, match=r"`agents.malicious` = 4, and the data have 4 owners"):
+    with pytest.raises(ConfigError, match=r"`agents.malicious` = 4, and there are 4 agents"):
         fedcb2o.run(natural(agents={**agents, "malicious": 4}), out=tmp_path / "none")
     with pytest.raises(ConfigError, match=r"`agents.budget` must be between 1 and .* = 3, got 9"):
         fedcb2o.run(natural(agents={**agents, "budget": 9}), out=tmp_path / "none")

@@ -226,8 +226,19 @@ def test_constraints_are_refused_for_several_clusters():
         fedcb2o.from_point(lambda x: x[0] >= 1 and x[1] - 1),
         lambda x: fedcb2o.from_point(lambda point: point[0] >= 1)(x),
     ],
-    ids=["one", "bool", "one of two", "vector", "many", "[n, d]", "tensor", "from_numpy"]
-    + ["from_point", "from_point at some points", "a function that calls from_point"],
+    ids=[
+        "one",
+        "bool",
+        "one of two",
+        "vector",
+        "many",
+        "[n, d]",
+        "tensor",
+        "from_numpy",
+        "from_point",
+        "from_point at some points",
+        "a function that calls from_point",
+    ],
 )
 @pytest.mark.parametrize("errors", ["raise", "exclude"])
 def test_truth_values_are_no_constraint(function, errors):

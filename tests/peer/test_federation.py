@@ -262,3 +262,15 @@ def test_keys_of_malicious_agents_are_optional(tmp_path):
     )
     assert agreement.digest == explicit.digest
     assert agreement.most_samples == agents["benign_samples"]
+
+
+def test_the_members_set_the_number_of_agents(tmp_path):
+    members = [identity.member for identity in identities(tmp_path, 3)]
+    table = experiment(3)
+    expected = make_federation(table, members, dataset=digits())
+    agents = {key: value for key, value in table["agents"].items() if key != "benign"}
+    made = make_federation({**table, "agents": agents}, members, dataset=digits())
+    assert made.to_table() == expected.to_table()
+    counts = {**agents, "malicious": 3}
+    with pytest.raises(ConfigError, match=r"`agents.malicious` = 3, and there are 3 agents"):
+        make_federation({**table, "agents": counts}, members, dataset=digits())

@@ -181,14 +181,14 @@ def federation(
     the same file.
     """
     from fedcb2o.cli.runs import parse_settings
-    from fedcb2o.experiments.config.datasets import load_dataset
-    from fedcb2o.experiments.config.loading import load
+    from fedcb2o.experiments.config.datasets import load_dataset, load_for_data
     from fedcb2o.peer.membership.federation import make_federation, write_federation
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
         raise ConfigError(f"{out} exists: choose another --out, or `fedcb2o peer amend` it")
-    chosen = load(experiment, parse_settings(changes))
+    # The members are the agents.
+    chosen, _ = load_for_data(experiment, parse_settings(changes), data_dir, len(member))
     made = make_federation(
         chosen,
         [Member.read(path) for path in member],
@@ -452,7 +452,7 @@ def run(
     Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset
     --out runs/hospital-a
     """
-    from fedcb2o.experiments.config.loading import load
+    from fedcb2o.experiments.config.datasets import load_for_data
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.node._agent import load_member_dataset
     from fedcb2o.peer.node._metrics import NodeMetrics
@@ -469,7 +469,9 @@ def run(
     federation = read_federation(file, allowed_functions=own or [])
     names = {id: member.name for id, member in federation.members.items()}
     dataset = None if data is None else load_member_dataset(data, federation, data_dir)
-    simulation = None if simulate is None else load(simulate)
+    simulation = None
+    if simulate is not None:
+        simulation, _ = load_for_data(simulate, None, data_dir, federation.num_agents)
     node = Node(
         federation,
         identity,

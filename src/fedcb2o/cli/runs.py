@@ -20,6 +20,7 @@ from fedcb2o.cli.log_output import is_quiet, is_verbose, set_verbosity
 from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
+    from fedcb2o.data import Dataset
     from fedcb2o.experiments import Experiment
     from fedcb2o.records import Run
 
@@ -122,7 +123,7 @@ def run(
     """
     from fedcb2o.experiments.config.datasets import load_for_data
     from fedcb2o.experiments.runs._progress import Progress
-    from fedcb2o.experiments.runs._runner import run as run_experiment
+    from fedcb2o.experiments.runs._runner import run_loaded
 
     set_verbosity(verbose=verbose, quiet=quiet)
     settings = _command_settings(changes, seeds, device)
@@ -132,9 +133,10 @@ def run(
     jobs = _plan_runs(loaded, out, with_counterparts=clean_twin, with_baselines=local_baseline)
     progress = Progress(Console(stderr=True, quiet=is_quiet()), verbose=is_verbose())
     with progress:
-        for experiment, folder in jobs:
-            run_experiment(
+        for experiment, dataset, folder in jobs:
+            run_loaded(
                 experiment,
+                dataset,
                 out=folder,
                 data_dir=data_dir,
                 workers=workers,
@@ -145,7 +147,7 @@ def run(
                 blocks=blocks,
                 track=track,
             )
-    folders = [folder for _, folder in jobs]
+    folders = [folder for *_, folder in jobs]
     _LOGGER.info("Done. For a table: fedcb2o compare %s", " ".join(map(str, folders)))
     return folders
 
@@ -155,28 +157,28 @@ def _ignore_progress(*arguments: object) -> None:
 
 
 def _plan_runs(
-    experiments: "Sequence[Experiment]",
+    experiments: "Sequence[tuple[Experiment, Dataset | None]]",
     out: Path | None,
     *,
     with_counterparts: bool,
     with_baselines: bool,
-) -> "list[tuple[Experiment, Path]]":
-    """Return the experiments to run and their folders, counterparts and baselines included."""
+) -> "list[tuple[Experiment, Dataset | None, Path]]":
+    """Return the experiments to run, with counterparts and baselines, their data and folders."""
     jobs = []
-    for experiment in experiments:
+    for experiment, dataset in experiments:
         if out is None:
             folder = Path("runs") / experiment.name
         else:
             folder = out if len(experiments) == 1 else out / experiment.name
-        jobs.append((experiment, folder))
+        jobs.append((experiment, dataset, folder))
         if with_counterparts and experiment.attacked:
             clean_folder = folder.with_name(f"{folder.name}-clean")
-            jobs.append((experiment.clean_counterpart(), clean_folder))
+            jobs.append((experiment.clean_counterpart(), dataset, clean_folder))
         elif with_counterparts:
             _LOGGER.warning("%s has no clean counterpart: it has no attack.", experiment.name)
         if with_baselines:
             local_folder = folder.with_name(f"{folder.name}-local")
-            jobs.append((experiment.local_baseline(), local_folder))
+            jobs.append((experiment.local_baseline(), dataset, local_folder))
     return jobs
 
 

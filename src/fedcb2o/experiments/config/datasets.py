@@ -46,31 +46,36 @@ def load_for_data(
     source: str | Path | Mapping[str, Any] | Experiment,
     changes: Mapping[str, Any] | None,
     data_dir: Path | None,
-) -> Experiment:
+    num_agents: int | None = None,
+) -> tuple[Experiment, Dataset | None]:
     """Load an experiment; without `agents.benign`, each owner of its data is an agent.
 
-    The data set is read to count its owners. Those that `agents.malicious` does not take are
-    benign. Data without owners are a ConfigError.
+    The agents that are not malicious are benign. Their number is that of the owners, for which the
+    data set is read and returned, or `num_agents` where it is known. Data without owners are a
+    ConfigError.
     """
     agents = read_settings(source, changes)[0].get("agents")
     if not isinstance(agents, Mapping) or "benign" in agents:
-        return load(source, changes)
+        return load(source, changes), None
     # Any number serves to name the functions of the experiment and to check their parameters.
     clusters = {"agents.num_clusters": agents.get("num_clusters", 1)}
     counted = {**(changes or {}), **clusters, "agents.benign": _LARGEST_COUNT}
     provisional = load(source, counted)
-    owners = load_dataset(provisional, data_dir).names.owners
-    if not owners:
+    dataset = None
+    if num_agents is None:
+        dataset = load_dataset(provisional, data_dir)
+        num_agents = len(dataset.names.owners)
+    if not num_agents:
         raise ConfigError(
             "the key `agents.benign` is missing: the number of benign agents in each cluster (only"
             " data with owners need none)"
         )
     malicious = provisional.agents.num_malicious
-    if malicious >= len(owners):
+    if malicious >= num_agents:
         raise ConfigError(
-            f"`agents.malicious` = {malicious}, and the data have {len(owners)} owners: take fewer"
+            f"`agents.malicious` = {malicious}, and there are {num_agents} agents: take fewer"
         )
-    return load(source, {**counted, "agents.benign": len(owners) - malicious})
+    return load(source, {**counted, "agents.benign": num_agents - malicious}), dataset
 
 
 def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:

@@ -11,16 +11,18 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import product
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
-from fedcb2o.experiments.config.loading import load
+from fedcb2o.experiments.config.datasets import load_for_data
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.grid._baseline import BASELINE_ROLES, Changes, baseline_table
-from fedcb2o.federated.sections import NonNegativeInt, Section, Seed
+from fedcb2o.federated.sections import Component, NonNegativeInt, Section, Seed
 from fedcb2o.records import result_settings, slug
 
 _NO_CHANGES = ("name", "title", "description", "seeds")
@@ -97,6 +99,16 @@ class Grid(Section):
     # Candidates by defence, added to those of the file.
     added_candidates: dict[str, list[Changes]] = Field(default_factory=dict)
     _cache: dict[str, Experiment] = PrivateAttr(default_factory=dict)
+    # For cells without `agents.benign`: the folder of data, the number of owners by the settings of
+    # data, and the data sets that were read for these numbers.
+    _data_dir: Path | None = PrivateAttr(None)
+    _num_owners: dict[str, int] = PrivateAttr(default_factory=dict)
+    _datasets: list[tuple[Component, Dataset]] = PrivateAttr(default_factory=list)
+
+    def take_datasets(self) -> list[tuple[Component, Dataset]]:
+        """Return the data sets that were read to count their owners, and forget them."""
+        taken, self._datasets = self._datasets, []
+        return taken
 
     def to_table(self) -> dict[str, Any]:
         """Return the grid as plain values for `grid.toml`, its preset worked in."""
@@ -293,7 +305,14 @@ class Grid(Section):
     def _load(self, table: Changes) -> Experiment:
         key = repr(table)  # a grid's arrays are lists
         if key not in self._cache:
-            self._cache[key] = load(table)
+            data = repr(table.get("data"))
+            experiment, dataset = load_for_data(
+                table, None, self._data_dir, self._num_owners.get(data)
+            )
+            if dataset is not None:
+                self._num_owners[data] = len(dataset.names.owners)
+                self._datasets.append((experiment.data, dataset))
+            self._cache[key] = experiment
         return self._cache[key]
 
 

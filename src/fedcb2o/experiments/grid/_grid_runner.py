@@ -110,9 +110,9 @@ def bench(
     targets = tracking.validate_targets(track)
     arguments.check_path("out", out)
     arguments.check_path("data_dir", data_dir)
-    plan = load_grid(grid, changes)
-    folder = Path("runs") / plan.name if out is None else Path(out)
     data = None if data_dir is None else Path(data_dir)
+    plan = load_grid(grid, changes, data)
+    folder = Path("runs") / plan.name if out is None else Path(out)
 
     # All data sets are checked before anything begins; nodes of a cluster receive them.
     datasets = []
@@ -220,6 +220,7 @@ def _run_phases(
 def _load_datasets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset]]:
     """Yield each data set once, with the settings that name it."""
     seen: list[Any] = []
+    known = plan.take_datasets()
     for cell in [*plan.trials(), *plan.cells()]:
         settings = cell.experiment.data
         if settings in seen:
@@ -227,7 +228,8 @@ def _load_datasets(plan: Grid, data: Path | None) -> Iterator[tuple[Any, Dataset
         seen.append(settings)
         # A class that the attack lacks fails its cell alone.
         experiment = cell.experiment.model_copy(update={"attack": None})
-        dataset = load_dataset(experiment, data)
+        found = [dataset for component, dataset in known if component == settings]
+        dataset = found[0] if found else load_dataset(experiment, data)
         if not dataset.class_names:
             raise ConfigError(
                 "a grid compares accuracies, and its data have no classes: run its experiments one "

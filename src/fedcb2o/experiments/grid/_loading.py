@@ -25,12 +25,15 @@ _OWN_KEYS = [key for key in Grid.model_fields if key not in ("shared", "added_ca
 
 
 def load_grid(
-    source: str | Path | Mapping[str, Any], changes: Mapping[str, Any] | None = None
+    source: str | Path | Mapping[str, Any],
+    changes: Mapping[str, Any] | None = None,
+    data_dir: Path | None = None,
 ) -> Grid:
     """Load a built-in grid, a TOML file or a mapping, and validate every cell.
 
-    `changes` has new values by dotted key; entries may overrule them. With other `seeds`, defences
-    with seeds of their own keep those that remain.
+    Without `agents.benign` the data are read to count their owners. `changes` has new values by
+    dotted key; entries may overrule them. With other `seeds`, defences with seeds of their own keep
+    those that remain.
     """
     if not isinstance(source, str | Path | Mapping):
         kind = type(source).__name__
@@ -59,6 +62,7 @@ def load_grid(
         raise ConfigError(f"{where} has no `defences`: an experiment is run by `fedcb2o run`")
     try:
         grid = _parse_grid(table)
+        grid._data_dir = data_dir
         _check_grid(grid)
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error

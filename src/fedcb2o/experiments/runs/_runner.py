@@ -86,14 +86,45 @@ def run(
         DataError: If the data set is missing or damaged.
         RunError: If the run cannot be started, continued or finished.
     """
-    _check_arguments(out, data_dir, workers, watch, cluster, blocks)
-    targets = tracking.validate_targets(track)
     changes = None if seeds is None else {"seeds": arguments.parse_seeds(seeds)}
+    arguments.check_path("data_dir", data_dir)
     data_folder = None if data_dir is None else Path(data_dir)
-    experiment = load_for_data(experiment, changes, data_folder)
+    loaded, dataset = load_for_data(experiment, changes, data_folder)
+    return run_loaded(
+        loaded,
+        dataset,
+        out=out,
+        data_dir=data_folder,
+        workers=workers,
+        memory=memory,
+        resume=resume,
+        watch=watch,
+        cluster=cluster,
+        blocks=blocks,
+        track=track,
+    )
+
+
+def run_loaded(
+    experiment: Experiment,
+    dataset: Dataset | None,
+    *,
+    out: str | Path | None,
+    data_dir: Path | None,
+    workers: int | None,
+    memory: str | int | None,
+    resume: bool,
+    watch: RoundCallback | None,
+    cluster: str | None,
+    blocks: int | None,
+    track: str | Sequence[str] | None,
+) -> Run:
+    """Run a loaded experiment as `run` does; its data set is read where it is None."""
+    _check_arguments(out, workers, watch, cluster, blocks)
+    targets = tracking.validate_targets(track)
     folder = Path("runs") / experiment.name if out is None else Path(out)
     limit = None if memory is None else parse_size(memory)
-    dataset = load_dataset(experiment, data_folder)
+    dataset = dataset or load_dataset(experiment, data_dir)
     workers = _check_workers(experiment, workers)
     note = beta_note(experiment.resolved.algorithm, experiment.agents.malicious_share)
     if note:
@@ -136,9 +167,7 @@ def run(
     return Run(folder)
 
 
-def _check_arguments(
-    out: Any, data_dir: Any, workers: Any, watch: Any, cluster: Any, blocks: Any
-) -> None:
+def _check_arguments(out: Any, workers: Any, watch: Any, cluster: Any, blocks: Any) -> None:
     """Raise ConfigError for an argument that is not valid."""
     arguments.check_count("workers", workers)
     arguments.check_count("blocks", blocks)
@@ -151,7 +180,6 @@ def _check_arguments(
         raise ConfigError("`blocks` need a cluster: add --cluster, or leave `blocks` out")
     arguments.check_callback(watch)
     arguments.check_path("out", out)
-    arguments.check_path("data_dir", data_dir)
 
 
 def _check_workers(experiment: Experiment, workers: int | None) -> int | None:

@@ -24,6 +24,7 @@ from fedcb2o import plugins, records
 from fedcb2o.data import Dataset, sample_values
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import loading
+from fedcb2o.experiments.config.datasets import load_for_data
 from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
 from fedcb2o.experiments.config.network import build_module, count_parameters, frozen_checksum
 from fedcb2o.experiments.config.settings import Experiment
@@ -334,7 +335,8 @@ def make_federation(
     """Create version 1 of a federation from an experiment.
 
     Args:
-        experiment: The experiment; its agents become these members, in order.
+        experiment: The experiment; its agents become these members, in order. Without
+            `agents.benign` all members are benign that `agents.malicious` does not count.
         members: One member per agent.
         dataset: A data set with the agreed sample shape and classes.
         seed: Seed of the federation; by default the experiment's first.
@@ -348,7 +350,7 @@ def make_federation(
     Raises:
         ConfigError: Members or options do not fit the experiment.
     """
-    experiment = loading.load(experiment)
+    experiment, _ = load_for_data(experiment, None, None, len(members))
     agents = experiment.agents
     if agents.num_agents != len(members):
         raise ConfigError(

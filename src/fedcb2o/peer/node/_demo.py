@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config.datasets import build_population, load_dataset
+from fedcb2o.experiments.config.datasets import build_population, load_dataset, load_for_data
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.peer.membership.federation import (
@@ -106,7 +106,8 @@ def run_demo(
     if experiment is None:
         chosen = load("digits-fedassay", {**EXPERIMENT, "rounds": rounds or 30})
     else:
-        chosen = load(experiment, {} if rounds is None else {"rounds": rounds})
+        changes = {} if rounds is None else {"rounds": rounds}
+        chosen, _ = load_for_data(experiment, changes, None)
     if chosen.agents.num_agents > len(_ORGANISATIONS):
         raise RunError(f"a demo has at most {len(_ORGANISATIONS)} agents")
     agents, federation = _prepare_demo(out, chosen, sends_garbage=experiment is None)
