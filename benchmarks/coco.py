@@ -1,6 +1,6 @@
 """`fedcb2o.minimize` and other optimisers on COCO's constrained functions.
 
-    python -m venv coco && coco/bin/pip install fedcb2o coco-experiment==2.8.2 cma==4.5.0 cbx==1.0.4
+    python -m venv coco && coco/bin/pip install . coco-experiment==2.8.2 cma==4.5.0 cbx==1.0.4
     coco/bin/python benchmarks/coco.py --quick          # two minutes
     coco/bin/python benchmarks/coco.py                  # all values; continues where it stopped
     python benchmarks/coco.py --table                   # the table of docs/particles.md

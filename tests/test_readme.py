@@ -16,7 +16,7 @@ README = ROOT / "README.md"
 pytestmark = pytest.mark.timeout(1800)
 SHELL = [block for _, block in blocks(README, "sh")]
 LINES = [line.partition("    #")[0].strip() for block in SHELL for line in block.splitlines()]
-OURS = ("pip install fedcb2o", "pip install 'fedcb2o")  # PyTorch's own index needs a network
+OURS = ("pip install .", "pip install 'fedcb2o")  # PyTorch's own index needs a network
 AVERAGES = {"mean", "by_num_samples", "dfedavgm", "dec_lora", "tad_lora"}
 CLUSTERED_AVERAGES = {"ifca", "dfca"}
 NO_DEFENCES = {*AVERAGES, *CLUSTERED_AVERAGES, "local_training", "by_rule"}
@@ -69,9 +69,13 @@ def test_every_command_is_tested():
     assert [line for line in LINES if line.startswith("make")] == ["make demo", "make test"]
 
 
+def count_defences() -> int:
+    """Return the number of rules and algorithms that defend against something."""
+    return len({*aggregation.__all__, *algorithms.__all__} - NO_DEFENCES)
+
+
 def test_defences_and_attacks_are_counted():
-    defences = {*aggregation.__all__, *algorithms.__all__} - NO_DEFENCES
-    expected = f"compare {len(defences)} defences and {len(attacks.__all__)} attacks"
+    expected = f"compare {count_defences()} defences and {len(attacks.__all__)} attacks"
     assert expected in README.read_text(encoding="utf-8")
 
 
@@ -97,6 +101,7 @@ def test_the_demo_runs(tmp_path):
 def test_the_package_installs(command, tmp_path):
     build = "python -m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir wheels"
     outputs_of(shell(f"{build} {ROOT}", tmp_path))
+    command = command.replace("install .", f"install --no-build-isolation {ROOT}")
     options = {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": "wheels", "PIP_NO_DEPS": "1"}
     outputs_of(
         shell(command.replace("pip", "python -m pip", 1), tmp_path, **options, PIP_TARGET="here")
