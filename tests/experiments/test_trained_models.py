@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from sklearn.metrics import f1_score, roc_auc_score
 from tests.networks import with_norms
 from tests.tiny import empty_models, tiny
 from torch import nn
@@ -17,16 +18,21 @@ from fedcb2o.nn import architectures, parameters
 from fedcb2o.rng import stream
 
 
-def share_of_nines(confusion, *, times: float = 1.0):
-    return times * confusion[9].sum() / confusion.sum()
+def share_of_nines(outputs, targets, *, times: float = 1.0):
+    targets[targets != 9] = 0  # a copy, which others do not see
+    return times * (targets == 9).float().mean()
 
 
-def undefined(confusion):
+def undefined(outputs, targets):
     return float("nan")
 
 
-def a_word(confusion):
+def a_word(outputs, targets):
     return "good"
+
+
+def of_one(confusion):
+    return 1.0
 
 
 def heavy(parameters, lr, *, momentum: float):
@@ -176,6 +182,9 @@ def test_user_metrics_are_columns_of_the_records(tmp_path):
         "worst_class_accuracy",
         "balanced_accuracy",
         undefined,
+        "auc",
+        {"name": "f1", "average": "weighted", "column": "f1_weighted"},
+        {"name": "f1"},
     ]
     experiment = {**tiny(rounds=2), "evaluate_every": 2, "metrics": metrics}
     done = fedcb2o.Run(run(experiment, out=tmp_path).folder)
@@ -188,6 +197,15 @@ def test_user_metrics_are_columns_of_the_records(tmp_path):
     assert first.worst_class_accuracy.item() == pytest.approx(shares.min())
     assert first.balanced_accuracy.item() == pytest.approx(shares.mean(), abs=1e-6)
     assert done.records.undefined.isna().all()
+    assert done.summary()[["undefined_missing", "auc_missing"]].to_numpy().tolist() == [[4, 0]]
+    x, y = features(digits().test.x), digits().test.y.numpy()
+    with torch.no_grad():
+        p = done.model(0)(x).double().softmax(1).numpy()
+    score = roc_auc_score(y, p, multi_class="ovr")
+    assert first.auc.item() == pytest.approx(score)
+    for column, average in (("f1", "macro"), ("f1_weighted", "weighted")):
+        score = f1_score(y, p.argmax(1), average=average)
+        assert first[column].item() == pytest.approx(score)
     assert "metrics" not in load(tiny()).settings()
 
 
@@ -195,9 +213,15 @@ def test_user_metrics_are_columns_of_the_records(tmp_path):
     ("metrics", "message"),
     [
         ([a_word], "the metric `.*a_word` returned no number: 'good'"),
+        ([of_one], "the metric `.*of_one` failed: TypeError: .*takes 1 positional argument"),
+        (["r2"], "the metric needs numbers as targets, and as many outputs: .* Take one for class"),
+        ([{"name": "auc", "label": 10}], "`label` must be between 0 and 9, got 10"),
+        ([{"name": "auc", "column": "a b"}], "`metrics.0.column`"),
+        ([{"name": "auc", "better": "up"}], "`metrics.0.better`"),
+        (["acu"], "there is no metric `acu`. Did you mean `auc`?"),
         (
             ["balanced_accuracy", "balanced_accuracy"],
-            "`metrics` names `balanced_accuracy` twice: leave one out",
+            "`metrics` names `balanced_accuracy` twice: leave one out, or give it another `column`",
         ),
         (["accuracy"], "`metrics` names `accuracy`, which every run records: leave it out"),
         ([], "`metrics`: .*at least 1 item"),

@@ -27,6 +27,8 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.kernels import _autotune
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node, _agent, open_run
+from fedcb2o.peer.report import write_node_report
+from fedcb2o.peer.report._live_table import _format_scores
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -43,6 +45,10 @@ LINES = natural(
 
 
 PIXELS = np.arange(0, 256, 4, dtype=np.uint8).reshape(16, 4)
+
+
+def undefined(outputs, targets):
+    return float("nan")
 
 
 def line(j: int, **more: object) -> fedcb2o.Dataset:
@@ -133,7 +139,7 @@ def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
     reread = federation.read_federation(tmp_path / "f.toml")
     assert (reread.digest, reread.data.target, reread.class_names) == (fed.digest, (1,), ())
 
-    nodes = wired(reread, orgs, tmp_path, line)
+    nodes = wired(reread, orgs, tmp_path, line, metrics=["r2", {"name": "rmse"}, undefined])
 
     async def train_all():
         return await asyncio.gather(*(node.train() for node in nodes))
@@ -141,6 +147,15 @@ def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
     for j, folder in enumerate(asyncio.run(train_all())):
         lines, test = lines_of(folder), line(j).test
         assert "accuracy" not in lines[-1]
+        chosen = lines[-1]["metrics"]
+        assert chosen["rmse"] ** 2 == pytest.approx(lines[-1]["test_loss"])
+        share = chosen["rmse"] ** 2 / test.y.double().var(unbiased=False).item()
+        assert chosen["r2"] == pytest.approx(1 - share)
+        assert chosen["undefined"] is None
+        page = write_node_report(folder).read_text()
+        assert "undefined no value (6 rounds without a value)" in page.lower()
+        assert f"rmse {chosen['rmse']:.4g}" in page.lower()
+        assert "undefined without a value" in _format_scores(lines[-1])
         assert lines[-1]["test_loss"] < lines[0]["test_loss"]
         with torch.no_grad():
             loss = (_agent.load_model(folder)(test.x) - test.y).square().mean()

@@ -13,6 +13,7 @@ from tests.report.synthetic import draw_run, write_run
 
 from fedcb2o.records import METRICS, STANDARD_METRICS, Run, last_fifth, write_toml
 from fedcb2o.report import (
+    by_agent,
     by_source_count,
     comparability_notes,
     compare,
@@ -418,19 +419,34 @@ def test_a_readable_table_is_in_percent_and_counts_clusters_from_one():
 def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
     line = scores([0.5, 0.75, 0.25], None, None)
     line["worst_class_accuracy"] = [0.25, 0.75, None, 0.5, None]
-    config = {"metrics": [{"name": "worst_class_accuracy"}]}
+    line["mine"] = [1.0, 3.0, None, 2.0, None]
+    line["auc"] = [None, None, None, None, None]
+    mine = {"name": "my.parts:mine", "better": "low"}
+    config = {"metrics": [{"name": "worst_class_accuracy"}, mine, {"name": "auc"}]}
     run = write_run(tmp_path / "run", config, agents=AGENTS, metrics={3: [line]})
     other = run_of(tmp_path / "other", {3: [scores([0.5, 0.75, 0.25], None, None)]})
 
     assert compare([run, other]).loc["worst_class_accuracy"].tolist() == ["0.500", "–"]
-    assert "worst_class_accuracy" not in compare([run], over="worst").index
+    worst = compare([run], over="worst")["run"]
+    assert worst[["worst_class_accuracy", "mine"]].tolist() == ["0.250", "3.000"]
+    assert compare([run])["run"]["auc: agents without a value"] == "3 of 3"
     assert "worst_class_accuracy" not in summary(run.records)
-    unit = "Percent, except worst_class_accuracy, at the last round of seed 3."
+    scored = run.summary().iloc[0]
+    assert (scored.mine, scored.mine_worst, scored.mine_missing, scored.auc_missing) == (2, 3, 0, 3)
+    agents = by_agent(run)
+    assert agents.index.tolist() == ["agent 0", "agent 1", "agent 3"]
+    assert agents.loc["agent 1", ["Overall accuracy", "mine", "auc"]].tolist() == [
+        "75.0",
+        "3.000",
+        "no value",
+    ]
+    unit = "Percent, except worst_class_accuracy, mine, auc, at the last round of seed 3."
     assert seed_caption([run, other]) == unit
-    assert seed_caption([run], over="worst") == "Percent, at the last round of seed 3."
-    assert len(curves([run, other]).axes) == 2
+    assert len(curves([run, other]).axes) == 3
     report([run, other], str(tmp_path / "report"))
-    assert unit in (tmp_path / "report" / "report.html").read_text()
+    page = (tmp_path / "report" / "report.html").read_text()
+    assert unit in page
+    assert "By agent" in page
     seeds = pd.read_csv(tmp_path / "report" / "seeds.csv")
     assert seeds.worst_class_accuracy[0] == 0.5
 

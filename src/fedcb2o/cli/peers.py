@@ -443,6 +443,10 @@ def run(
         float, Option(min=0, metavar="SECONDS", help="Serve others at the end.")
     ] = 300.0,
     metrics: MetricsOption = None,
+    measure: Annotated[
+        list[str] | None,
+        Option(metavar="METRIC", help="Record this metric too: auc, f1, MODULE:FUNCTION, ..."),
+    ] = None,
     assess_every: Annotated[
         int, Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no.")
     ] = 1,
@@ -485,6 +489,7 @@ def run(
         gather=gather,
         linger=linger,
         assess_every=assess_every,
+        metrics=measure or (),
     )
     table = LiveTable(names, agent_id=node.agent_id, rounds=federation.rounds)
     if has_log_settings():

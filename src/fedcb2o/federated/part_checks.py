@@ -59,7 +59,7 @@ _LOG = logging.getLogger(__name__)
 
 _OUTPUT_SCALES = (1.0, 10.0, 100.0)  # of outputs, on all of which a loss without slope has none
 
-_SEVERAL = 8  # samples on which outputs are compared with probabilities
+_SEVERAL = 8  # samples of a check on outputs
 
 _MAX_CANDIDATES = 1024  # samples among which a different one is searched
 
@@ -260,12 +260,15 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
     )
 
 
-def check_metrics(metrics: Mapping[str, Metric], num_classes: int) -> None:
-    """Check metrics on a confusion matrix of ones; targets without classes are a ConfigError."""
-    if metrics and num_classes < 2:
-        raise ConfigError("`metrics` need classes, and the data have none: leave them out")
+def check_metrics(metrics: Mapping[str, Metric], module: nn.Module, samples: Shard) -> None:
+    """Compute metrics of a network's outputs for some samples; a failure is a ConfigError."""
+    if not metrics:
+        return
+    some = Shard(samples.x[:_SEVERAL], samples.y[:_SEVERAL])
+    with torch.no_grad():
+        outputs = module.eval()(features(some.x))
     for metric in metrics.values():
-        metric_value(metric, torch.ones(num_classes, num_classes, dtype=torch.int64))
+        metric_value(metric, outputs, some.y)
 
 
 def check_trigger(trigger: SampleTransform | None, samples: Shard, value_range: ValueRange) -> None:

@@ -42,8 +42,8 @@ STATE_DTYPES = {
 """Types of tensors in a rule's state, with their names in a checkpoint."""
 
 
-Metric = Callable[[Tensor], Any]
-"""A function of a confusion matrix."""
+Metric = Callable[[Tensor, Tensor], Any]
+"""A function of a model's outputs [n, ...] and of the targets [n, ...]."""
 
 
 def validated_graph(graph: Callable[..., Any], output: Any, num_agents: int) -> Any:
@@ -271,9 +271,13 @@ def validated_queries(craft: Craft, output: Any, dim: int) -> Float[Tensor, "m d
     return thetas
 
 
-def metric_value(metric: Metric, confusion: Tensor) -> float | None:
-    """Return a metric of a confusion matrix, or None where it is not finite."""
-    value = metric(confusion.clone())
+def metric_value(
+    metric: Metric, outputs: Float[Tensor, "n *_o"], targets: Shaped[Tensor, "n *_t"]
+) -> float | None:
+    """Return a metric of outputs; None where it, or one of the outputs, is not finite."""
+    if not outputs.isfinite().all():
+        return None
+    value = metric(outputs.clone(), targets.clone())
     try:
         number = float(value)
     except (TypeError, ValueError, RuntimeError) as error:

@@ -14,6 +14,7 @@ from fedcb2o.federated import selection
 from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
+from fedcb2o.federated.plugin_outputs import Metric
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
 from fedcb2o.federated.types import BATCHED, Select, Weighing
 from fedcb2o.nn.batch_norm import has_local_statistics
@@ -154,7 +155,8 @@ class RunSpec:
     of attackers, in [0, 1]. An agent may claim at most `max_samples` training samples. `neighbours`
     are the ids that each agent may ask; None for all. `training_seed` is that of LocalUpdate's
     random streams, where it is secret; None for `seed`. `user_functions` are the import paths of
-    users' functions that receive models, by kind.
+    users' functions that receive models, by kind. `metrics` are those that the configuration added,
+    by the name of their column.
     """
 
     seed: int
@@ -172,6 +174,7 @@ class RunSpec:
     kernels: KernelConfig = KernelConfig()
     training_seed: int | None = None
     user_functions: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
+    metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
 
     @functools.cached_property
     def dim(self) -> int:

@@ -1,11 +1,15 @@
 """Metrics of a run: name, label, direction and format of each.
 
 Records, progress, trackers and reports read this table. It lacks the metrics that a configuration
-chooses by its key `metrics`, built-in ones included: their columns and labels are their names.
+chooses by its key `metrics`, built-in ones included: `chosen_metrics` describes them.
+
+>>> chosen_metrics([{"name": "f1", "column": "f1_weighted", "average": "weighted"}, "mae"])["mae"]
+Metric(name='mae', label='mae', short_label='mae', worse_direction='high', is_percent=False, ...)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -89,3 +93,22 @@ OPTIONAL_METRICS = tuple(
 
 MATRIX_METRICS = tuple(name for name, metric in METRICS.items() if metric.caption)
 """Metrics that have a column in the results of a grid, and a matrix."""
+
+_LOWER_IS_BETTER = ("calibration_error", "log_loss", "mae", "rmse")
+
+
+def chosen_metrics(entries: Iterable[Any]) -> dict[str, Metric]:
+    """Describe the entries of the key `metrics`, by the names of their columns."""
+    found = {}
+    for entry in entries:
+        table = entry if isinstance(entry, dict) else {"name": entry}
+        label = str(table.get("name"))
+        better = "low" if label in _LOWER_IS_BETTER else "high"
+        worse: Literal["low", "high"] = "low"
+        if (table.get("better") or better) == "low":
+            worse = "high"
+        # The function's name: "recall" of "my_package.metrics:recall".
+        name = str(table.get("column") or label.rpartition(":")[2].rpartition(".")[2])
+        caption = "Mean over the benign agents with a value."
+        found[name] = Metric(name, name, name, worse, is_percent=False, caption=caption)
+    return found

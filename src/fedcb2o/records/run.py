@@ -26,7 +26,8 @@ from fedcb2o.records._checksums import (
 )
 from fedcb2o.records._files import DamagedError, damaged_error, read_error, read_json, rerun_advice
 from fedcb2o.records._jsonl import read_lines
-from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS
+from fedcb2o.records._summary import summary
+from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS, Metric, chosen_metrics
 from fedcb2o.records.toml import read_toml
 from fedcb2o.safe_files import check_regular
 
@@ -81,11 +82,6 @@ def refuse_models(message: str) -> Iterator[None]:
         yield
     finally:
         _model_readers[:] = previous
-
-
-def metric_name(label: str) -> str:
-    """Return the column of a metric: "recall" for "my_package.metrics:recall"."""
-    return label.rpartition(":")[2].rpartition(".")[2]
 
 
 @dataclass(frozen=True, init=False)
@@ -251,11 +247,19 @@ class Run:
         names = [name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS]
         return pd.DataFrame(columns=[*names, *self.custom_metrics])
 
-    @property
-    def custom_metrics(self) -> list[str]:
-        """Columns of the metrics that the configuration chose by its key `metrics`."""
-        metrics = self.config.get("metrics", [])
-        return [metric_name(str(metric.get("name"))) for metric in metrics]
+    @cached_property
+    def custom_metrics(self) -> dict[str, Metric]:
+        """The metrics that the configuration chose by its key `metrics`, by column."""
+        return chosen_metrics(self.config.get("metrics", []))
+
+    def summary(self) -> pd.DataFrame:
+        """Summarise the results of each seed over the benign agents at its last evaluated round.
+
+        Returns:
+            One row per seed: each metric as mean over the agents, of the worst agent and of the
+            worst tenth; of a metric of the key `metrics` also the number of agents without a value.
+        """
+        return summary(self.records, self.custom_metrics)
 
     @cached_property
     def data_checksums(self) -> dict[int, str]:

@@ -14,6 +14,7 @@ from fedcb2o.report.grid_results import GridResults, is_grid, read_grid
 from fedcb2o.report.grid_tables import SettingResults, terminal_tables
 from fedcb2o.report.run_page import report
 from fedcb2o.report.tables import (
+    by_agent,
     by_source_count,
     comparability_notes,
     compare,
@@ -30,6 +31,7 @@ __all__ = [
     "GridResults",
     "Page",
     "SettingResults",
+    "by_agent",
     "by_source_count",
     "chosen_strengths_table",
     "comparability_notes",

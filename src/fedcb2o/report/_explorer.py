@@ -16,7 +16,7 @@ import pandas as pd
 from markupsafe import Markup
 
 from fedcb2o.records import MATRIX_METRICS, slug
-from fedcb2o.report._grid_metrics import metric_info
+from fedcb2o.report._grid_metrics import chosen_infos
 from fedcb2o.report._html import render_block, render_explorer
 from fedcb2o.report.grid_results import GridResults
 from fedcb2o.report.grid_tables import SettingResults, describe_changes
@@ -103,10 +103,10 @@ def explorer_tables(
         for setting in results.settings:
             view = SettingResults(results, setting)
             # A setting whose runs have not begun would be an empty table.
-            if not view.rows.accuracy.notna().any():
+            if not view.rows[view.main].notna().any():
                 continue
             table = _describe_table(view)
-            for name in measures:
+            for name in dict.fromkeys([view.main, *measures, *chosen_infos(results.chosen)]):
                 if name not in view.rows or view.rows[name].isna().all():
                     continue
                 measure, integers = _measure_values(view, name, table)
@@ -137,9 +137,9 @@ def unpack(page: str) -> tuple[list[dict[str, Any]], np.ndarray]:
 
 def _describe_table(view: SettingResults) -> dict[str, Any]:
     results = view.results
-    columns = view.columns("accuracy")
-    seeds = sorted({int(seed) for seed in view.rows.dropna(subset="accuracy").seed})
-    measured = view.rows.dropna(subset="accuracy").groupby("defence").seed.nunique()
+    columns = view.columns(view.main)
+    seeds = sorted({int(seed) for seed in view.rows.dropna(subset=view.main).seed})
+    measured = view.rows.dropna(subset=view.main).groupby("defence").seed.nunique()
     defences = [name for name in results.defences if name in measured.index]
     flat_exceeded = view.exceeded_cells(columns).loc[defences].to_numpy().ravel()
     flat_failed = view.failed_cells(columns).loc[defences].to_numpy().ravel()
@@ -176,15 +176,19 @@ def _measure_values(
     view: SettingResults, name: str, table: Mapping[str, Any]
 ) -> tuple[dict[str, Any], np.ndarray]:
     """Return the description and the integers of one measure."""
-    metric = metric_info(name)
+    metric = view.results.info(name)
     rows = view.rows.dropna(subset=name).drop_duplicates(["defence", "attack", "seed"])
     index = pd.MultiIndex.from_product([table["defences"], table["columns"], table["seeds"]])
     values = rows.set_index(["defence", "attack", "seed"])[name].reindex(index).to_numpy(float)
-    largest = float(np.nanmax(values))
+    # Only metrics such as R2 can be below 0.
+    least = min(0.0, float(np.nanmin(values)))
+    largest = float(np.nanmax(values)) - least
     # Rates are exact to the decimals that tables show. Others use all integers up to their largest
     # value.
     step = _RATE_STEP if metric.is_percent else max(largest, 1e-12) / (_MISSING - 1)
-    integers = np.where(np.isnan(values), _MISSING, np.round(np.nan_to_num(values) / step))
+    integers = np.where(
+        np.isnan(values), _MISSING, np.round((np.nan_to_num(values) - least) / step)
+    )
     description = {
         "name": name,
         "title": metric.title,
@@ -194,6 +198,8 @@ def _measure_values(
         "largest": largest,
         "step": step,
     }
+    if least:
+        description["least"] = least
     return description, integers.astype(np.uint16)
 
 

@@ -1,7 +1,7 @@
 """Figures of runs: learning curves, received peers, source-class samples."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,7 +38,7 @@ class Curve:
     # T_G; 0 for none.
     criterion_from_round: int = 0
     # Names of the metrics that the run's configuration chose.
-    custom_metrics: Sequence[str] = ()
+    custom_metrics: Collection[str] = ()
 
 
 def figure6(*runs: Run) -> Figure:

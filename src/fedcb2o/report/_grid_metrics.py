@@ -1,9 +1,10 @@
 """Metrics of grids: titles, descriptions and directions."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from fedcb2o.records import METRICS
+from fedcb2o.records import METRICS, Metric
 
 COMPARED_METRICS = {"accuracy": "Accuracy", "attack_success_rate": "Attack success"}
 """Metrics in which defences are compared, and their short titles."""
@@ -21,6 +22,7 @@ class GridMetric:
     is_percent: bool = True
 
 
+_SUMMARIES = {"": "", "_worst": ", worst agent", "_worst_tenth": ", worst tenth"}
 _LATE_ROUNDS = "over the last fifth of the rounds"
 _RECORDED = {
     name: GridMetric(metric.label, metric.caption, metric.worse_direction, metric.is_percent)
@@ -98,8 +100,24 @@ GRID_METRICS = {
 }
 
 
-def metric_info(value: str) -> GridMetric:
+def chosen_infos(chosen: Mapping[str, Metric]) -> dict[str, GridMetric]:
+    """Describe the columns of metrics that not every grid has: those of the key `metrics`."""
+    infos = {}
+    for name, metric in chosen.items():
+        worse = metric.worse_direction
+        for suffix, title in _SUMMARIES.items():
+            caption = metric.caption or "Mean over the benign agents."
+            infos[name + suffix] = GridMetric(metric.label + title, caption, worse, False)
+        infos[f"{name}_missing"] = GridMetric(
+            f"{metric.label}, agents without a value", "Their number.", is_percent=False
+        )
+    return infos
+
+
+def metric_info(value: str, chosen: Mapping[str, GridMetric] | None = None) -> GridMetric:
     """Return the description of a metric, also of one cluster ("accuracy_cluster_2")."""
+    if chosen and value in chosen:
+        return chosen[value]
     name, _, cluster = value.partition("_cluster_")
     if not cluster.isdecimal():
         return GRID_METRICS[value]

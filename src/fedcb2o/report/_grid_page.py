@@ -12,7 +12,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.records import STANDARD_METRICS, slug
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
-from fedcb2o.report._grid_metrics import COMPARED_METRICS, GRID_METRICS
+from fedcb2o.report._grid_metrics import GRID_METRICS, chosen_infos
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._html import to_png
 from fedcb2o.report._ineffective_attacks import ineffective_attack_notes
@@ -53,7 +53,7 @@ def report_grid(results: GridResults | Sequence[GridResults], out: Path | str) -
     """
     grids = [results] if isinstance(results, GridResults) else list(results)
     for grid in grids:
-        if grid.rows.accuracy.isna().all():
+        if grid.rows[grid.main].isna().all():
             raise RunError(
                 f"no run in {grid.folder} is done yet, so there is nothing to report: let it go "
                 "on first"
@@ -62,7 +62,7 @@ def report_grid(results: GridResults | Sequence[GridResults], out: Path | str) -
     warnings = []
     for grid in grids:
         views = [SettingResults(grid, setting) for setting in grid.settings]
-        measured = [view for view in views if view.rows.accuracy.notna().any()]
+        measured = [view for view in views if view.rows[view.main].notna().any()]
         start = f"{slug(grid.title)}/" if len(grids) > 1 else ""
         _write_files(page, grid, measured, start)
         notes = [*grid_notes(grid), *_ineffective_notes(measured)]
@@ -108,8 +108,8 @@ def grid_notes(results: GridResults) -> Iterator[str]:
     attacked = pd.concat([rows[rows.role == "attack"] for rows in views])
     yield from _progress_notes(results, attacked)
 
-    has_unknown_effect = attacked.accuracy.notna() & attacked.lost.isna() & (attacked.floor != "")
-    count = int(has_unknown_effect.sum())
+    measured = attacked[attacked[results.main].notna()]
+    count = int((measured.lost.isna() & (measured.floor != "")).sum())
     if count:
         yield (
             f"The effect of the attack is unknown for {count} attacked runs, because the better "
@@ -128,7 +128,7 @@ def _progress_notes(results: GridResults, attacked: pd.DataFrame) -> Iterator[st
     """Describe missing runs under attack, and defences with fewer seeds."""
     seeds = sum(len(results.defence_seeds(defence)) for defence in results.defences)
     wanted = len(results.settings) * len(results.attacks) * seeds
-    finished = int(attacked.accuracy.notna().sum())
+    finished = int(attacked[results.main].notna().sum())
     if finished < wanted:
         rows = results.rows[results.rows.role == "attack"]
         failed = int((rows.error != "").sum())
@@ -161,7 +161,7 @@ def _write_setting(page: Page, view: SettingResults, start: str) -> None:
     }
     for value in _measured(view):
         tables[_file_stem(value)] = metric_matrix(view, value)
-    for value in COMPARED_METRICS:
+    for value in view.compared:
         if value in _measured(view):
             tables[f"{_file_stem(value)}-regret"] = regret_matrix(view, value)
             tables[f"{_file_stem(value)}-difference"] = difference_matrix(view, value)
@@ -176,7 +176,7 @@ def _write_across(
     page: Page, results: GridResults, views: Sequence[SettingResults], start: str
 ) -> None:
     """Write the columns of the compared metrics in all settings."""
-    for value in COMPARED_METRICS:
+    for value in dict.fromkeys(value for view in views for value in view.compared):
         columns: dict[str, None] = {}
         for view in views:
             if value in _measured(view):
@@ -193,7 +193,8 @@ def _measured(view: SettingResults) -> list[str]:
     ]
     if len(clusters) <= len(STANDARD_METRICS):
         clusters = []
-    names = [name for name in (*GRID_METRICS, *clusters) if name in view.rows]
+    chosen = chosen_infos(view.results.chosen)
+    names = [name for name in (*GRID_METRICS, *clusters, *chosen) if name in view.rows]
     names = [name for name in names if view.rows[name].notna().any()]
     return [name for name in names if view.has_worst_tenth or not name.endswith("_worst_tenth")]
 

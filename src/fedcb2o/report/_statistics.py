@@ -15,14 +15,13 @@ import numpy as np
 import pandas as pd
 from scipy.special import expit, logit, stdtr, stdtrit
 
-from fedcb2o.report.grid_results import BASELINES, GridResults, metric_names
+from fedcb2o.report.grid_results import BASELINES, RUN_METRICS, GridResults, metric_names
 
 CONFIDENCE = 0.95
 MIN_SEEDS = 5
 """Least number of seeds of an interval and of a p-value."""
 TOO_FEW_SEEDS = "too few seeds for an interval"
-UNBOUNDED_METRICS = ("lost", "success", "malicious_most", "seconds", "megabytes")
-"""Metrics that are not rates in [0, 1]."""
+_UNBOUNDED_METRICS = ("malicious_most", "seconds", "megabytes")  # others of every run are rates
 
 _BASELINE_KEYS = ["defence", "floor", "seed"]
 _STATISTICS_COLUMNS = ["seeds", "mean", "deviation", "low", "high", "p"]
@@ -32,22 +31,25 @@ _ROUNDING_ERROR = 1e-9  # an end of an interval that is nearer to 0 counts as 0
 def add_attack_effects(results: GridResults, setting: str) -> pd.DataFrame:
     """Select the rows of one setting and add the effects of attacks.
 
-    `lost` is the accuracy of the better baseline, by its mean over seeds, minus that of the
-    attacked run with the same seed; `success` is the net attack success rate. All baselines of a
+    `lost` is the main metric of the better baseline, by its mean over seeds, minus that of the
+    attacked run with the same seed, or the reverse where low is better; `success` is the net attack
+    success rate. All baselines of a
     defence with one role are the same training, so any of them serves. Rows without attack come
     under the names in `BASELINES`.
     """
     rows = results.rows[results.rows.setting == setting]
     baselines = rows[rows.attack == ""]
     attacked = rows[(rows.attack != "") & rows.attack.isin(results.attacks)]
-    accuracy = _better_baseline(baselines, "accuracy", highest=True)
+    main = results.main
+    highest = results.info(main).worse_direction == "low"
+    score = _better_baseline(baselines, main, highest=highest)
     success_rate = _better_baseline(baselines, "attack_success_rate", highest=False)
-    attacked = attacked.join(accuracy, on=_BASELINE_KEYS).join(success_rate, on=_BASELINE_KEYS)
-    attacked["lost"] = attacked.accuracy_floor - attacked.accuracy
+    attacked = attacked.join(score, on=_BASELINE_KEYS).join(success_rate, on=_BASELINE_KEYS)
+    attacked["lost"] = (attacked[f"{main}_floor"] - attacked[main]) * (1 if highest else -1)
     attacked["success"] = attacked.attack_success_rate - attacked.attack_success_rate_floor
-    attacked = attacked.drop(columns=["accuracy_floor", "attack_success_rate_floor"])
+    attacked = attacked.drop(columns=[f"{main}_floor", "attack_success_rate_floor"])
 
-    clean = baselines.dropna(subset="accuracy").drop_duplicates(["defence", "role", "seed"])
+    clean = baselines.dropna(subset=main).drop_duplicates(["defence", "role", "seed"])
     clean = clean.assign(attack=clean.role.map(BASELINES))
     clean = clean[~clean.attack.isin(results.attacks)]
     # Without an attack the rates of an attack are those of chance.
@@ -73,10 +75,16 @@ def seed_statistics(rows: pd.DataFrame, value: str, *keys: str) -> pd.DataFrame:
     """Compute `group_statistics` of one column by defence, attack and `keys`."""
     groups = rows.dropna(subset=value).groupby(["defence", "attack", *keys])
     table = group_statistics(groups[value])
-    is_rate: Any = value not in UNBOUNDED_METRICS
+    is_rate: Any = _is_rate(value)
     if "metric" in keys:
-        is_rate = ~table.index.get_level_values("metric").isin(UNBOUNDED_METRICS)
+        is_rate = table.index.get_level_values("metric").map(_is_rate).astype(bool)
     return bound_rates(table, is_rate)
+
+
+def _is_rate(value: str) -> bool:
+    """Return whether a metric is known to be in [0, 1]."""
+    name = value.partition("_cluster_")[0]
+    return name in RUN_METRICS and name not in _UNBOUNDED_METRICS
 
 
 def paired_differences(rows: pd.DataFrame, value: str, reference: str, *keys: str) -> pd.DataFrame:
@@ -94,7 +102,7 @@ def attack_mean_statistics(rows: pd.DataFrame, value: str, attacks: Sequence[str
     table = selected.pivot(index=["defence", "seed"], columns="attack", values=value)
     # A mean over fewer attacks would not compare with the others.
     means = table.reindex(columns=list(attacks)).mean(axis="columns", skipna=False).dropna()
-    return bound_rates(group_statistics(means.groupby("defence")), value not in UNBOUNDED_METRICS)
+    return bound_rates(group_statistics(means.groupby("defence")), _is_rate(value))
 
 
 def worst_attack(

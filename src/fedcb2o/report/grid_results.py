@@ -10,6 +10,7 @@ import io
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,18 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.plugins import did_you_mean
 from fedcb2o.records import (
     MATRIX_METRICS,
+    METRICS,
     STANDARD_METRICS,
+    Metric,
     Run,
+    chosen_metrics,
     last_fifth,
     one_line,
     read_cells,
     read_json_with_checksum,
     read_toml,
 )
+from fedcb2o.report._grid_metrics import GridMetric, chosen_infos, metric_info
 from fedcb2o.safe_files import read_regular
 
 KEY_COLUMNS = ["setting", "defence", "attack", "role", "floor", "seed"]
@@ -44,7 +49,9 @@ RUN_METRICS = [
     "seconds",
     "megabytes",
 ]
-"""Metrics of every run. Columns such as accuracy_cluster_1 follow, one per metric and cluster."""
+"""Metrics of every run. Those of the key `metrics`, the test loss, and columns such as
+accuracy_cluster_1 follow, one per metric and cluster.
+"""
 
 # Digits of a metric: more than a table shows, and small files for version control.
 _SIGNIFICANT_DIGITS = 5
@@ -125,6 +132,40 @@ class GridResults:
     def reference(self) -> str:
         """The defence that the others are compared with, by default the first one."""
         return str(self.table.get("reference") or self.defences[0])
+
+    @cached_property
+    def chosen(self) -> dict[str, Metric]:
+        """The metrics of the key `metrics` in the grid or its entries, and the test loss."""
+        axes = [self.table, *self.table["defences"].values(), *self.table["attacks"].values()]
+        axes += self.table.get("settings", {}).values()
+        entries = [entry for axis in axes for entry in axis.get("metrics", [])]
+        return {**chosen_metrics(entries), "test_loss": METRICS["test_loss"]}
+
+    def info(self, value: str) -> GridMetric:
+        """Return the description of a metric.
+
+        Args:
+            value: Name of a column of `rows`.
+
+        Returns:
+            Its title, caption and direction.
+        """
+        infos = chosen_infos(self.chosen)
+        if value == "lost" and self.main != "accuracy":
+            main = metric_info(self.main, infos)
+            caption = f"{main.title}, the distance to that of the better of the two baselines."
+            return GridMetric(f"{main.title} lost", caption, "high", main.is_percent)
+        return metric_info(value, infos)
+
+    @cached_property
+    def main(self) -> str:
+        """The metric that effects of attacks are measured by: `rank_by`, or else the accuracy.
+
+        Where runs have none, it is the first one that they have of the others.
+        """
+        names = [self.table.get("rank_by"), "accuracy", "test_loss", *self.chosen]
+        measured = [name for name in names if name in self.rows and self.rows[name].notna().any()]
+        return str(measured[0]) if measured else "accuracy"
 
     def algorithm_name(self, defence: str) -> str:
         """Return the name of the algorithm of a defence.
@@ -233,8 +274,8 @@ def metric_names(rows: pd.DataFrame) -> list[str]:
 
 
 def _order_columns(rows: pd.DataFrame) -> pd.DataFrame:
-    cluster_metrics = [name for name in metric_names(rows) if name not in RUN_METRICS]
-    rows = rows.reindex(columns=[*KEY_COLUMNS, *RUN_METRICS, *cluster_metrics, "error"])
+    others = [name for name in metric_names(rows) if name not in RUN_METRICS]
+    rows = rows.reindex(columns=[*KEY_COLUMNS, *RUN_METRICS, *others, "error"])
     return rows.astype(dict.fromkeys(metric_names(rows), float))
 
 
@@ -278,7 +319,8 @@ def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, 
     records = run.records_of(seed)
     benign = records[~records.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
-    metrics = {name: summary[name] for name in RUN_METRICS if name in summary}
+    names = [*RUN_METRICS, *chosen_infos({**run.custom_metrics, "test_loss": METRICS["test_loss"]})]
+    metrics = {name: summary[name] for name in names if name in summary}
     metrics |= _received_statistics(run, seed)
 
     timing = run.timing[run.timing.seed == seed]

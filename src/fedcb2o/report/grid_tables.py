@@ -8,7 +8,7 @@ from typing import Any
 import pandas as pd
 
 from fedcb2o.report import _regret
-from fedcb2o.report._grid_metrics import COMPARED_METRICS, metric_info
+from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._page import flatten_to_text
 from fedcb2o.report._statistics import (
     CONFIDENCE,
@@ -40,6 +40,24 @@ class SettingResults:
         return add_attack_effects(self.results, self.setting)
 
     @property
+    def main(self) -> str:
+        """The metric that effects of attacks are measured by."""
+        return self.results.main
+
+    @cached_property
+    def compared(self) -> dict[str, str]:
+        """The metrics with values in which defences are compared, the main one first."""
+        names = dict.fromkeys((self.main, *COMPARED_METRICS, *self.results.chosen))
+        measured = [name for name in names if name in self.rows and self.rows[name].notna().any()]
+        return {
+            name: COMPARED_METRICS.get(name, self.results.info(name).title) for name in measured
+        }
+
+    def is_high_worse(self, value: str) -> bool:
+        """Return whether a high value of a metric is worse."""
+        return self.results.info(value).worse_direction == "high"
+
+    @property
     def attacks(self) -> list[str]:
         """The attacks in the order of the grid, without the baselines."""
         return self.results.attacks
@@ -53,7 +71,7 @@ class SettingResults:
     def attacks_with(self, value: str) -> list[str]:
         """Return the attacks except finished ones without a value of a metric."""
         # An attack that is still running keeps its column.
-        finished = set(self.rows.dropna(subset="accuracy").attack)
+        finished = set(self.rows.dropna(subset=self.main).attack)
         measured = set(self.rows.dropna(subset=value).attack)
         return [name for name in self.attacks if name in measured or name not in finished]
 
@@ -73,21 +91,22 @@ class SettingResults:
 
     def worst_attacks(self, statistics: pd.DataFrame, value: str) -> dict[str, str]:
         """Find the worst attack on each defence by a metric."""
-        return worst_attack(statistics, self.attacks_with(value), highest=_is_high_worse(value))
+        return worst_attack(statistics, self.attacks_with(value), highest=self.is_high_worse(value))
 
     def shortfalls(self, value: str) -> pd.DataFrame:
         """Compute the regret of each run; see `regret.shortfalls`."""
-        return _regret.shortfalls(self.rows, value, highest=_is_high_worse(value))
+        return _regret.shortfalls(self.rows, value, highest=self.is_high_worse(value))
 
     @cached_property
     def has_worst_tenth(self) -> bool:
         """True unless the worst tenth equals the worst agent in every run."""
-        measured = self.rows.dropna(subset="accuracy_worst_tenth")
-        return not measured.accuracy_worst_tenth.equals(measured.accuracy_worst)
+        worst, tenth = (f"{self.main}{suffix}" for suffix in ("_worst", "_worst_tenth"))
+        measured = self.rows.reindex(columns=[worst, tenth]).dropna()
+        return not measured[tenth].equals(measured[worst].rename(tenth))
 
     def failed_cells(self, columns: Sequence[str]) -> pd.DataFrame:
         """Return True for each failed cell, defences by columns."""
-        rows = self.rows[(self.rows.error != "") & self.rows.accuracy.isna()]
+        rows = self.rows[(self.rows.error != "") & self.rows[self.main].isna()]
         return self.pivot(rows.groupby(["defence", "attack"]).size(), columns).notna()
 
     def exceeded_cells(self, columns: Sequence[str]) -> pd.DataFrame:
@@ -107,17 +126,13 @@ class SettingResults:
         return {WORST_COLUMN: [], f"{WORST_COLUMN} but {name}": excluded}
 
 
-def _is_high_worse(value: str) -> bool:
-    return metric_info(value).worse_direction == "high"
-
-
 def metric_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of one metric, mean and interval, with the worst attack last."""
     statistics = seed_statistics(view.rows, value)
     columns = view.columns(value)
-    table = _text_table(view, _format_rows(statistics, value), columns)
+    table = _text_table(view, _format_rows(view, statistics, value), columns)
     table = _mark_exceeded(view, table, columns)
-    if metric_info(value).worse_direction != "neither":
+    if view.results.info(value).worse_direction != "neither":
         worst = view.worst_attacks(statistics, value)
         table[WORST_COLUMN] = [
             str(table.at[name, worst[name]]) if name in worst else "–" for name in table.index
@@ -129,14 +144,14 @@ def regret_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of regrets in one metric ("best" for 0), with the worst columns."""
     short = view.shortfalls(value)
     columns = view.columns(value)
-    texts = _format_rows(_regret.regrets(short), value)
+    texts = _format_rows(view, _regret.regrets(short), value)
     best = pd.MultiIndex.from_frame(short[["best", "attack"]].drop_duplicates())
     # The regret of the best is 0 by definition, which is no measurement.
     texts.update(pd.Series("best", index=best))
     table = _mark_exceeded(view, _text_table(view, texts, columns), columns)
     for title, excluded in view.worst_column_exclusions.items():
         worst = _regret.worst_regret(short, [name for name in columns if name not in excluded])
-        table[title] = _format_with_column(view, worst).reindex(table.index).fillna("–")
+        table[title] = _format_with_column(view, worst, value).reindex(table.index).fillna("–")
     return table.rename_axis(columns=None)
 
 
@@ -147,8 +162,8 @@ def worst_regrets(view: SettingResults) -> pd.DataFrame:
     Intervals are paired.
     """
     columns = {}
-    for title, (short, names) in regret_contests(view).items():
-        columns[title] = _format_with_column(view, _regret.worst_regret(short, names))
+    for title, (short, names, value) in regret_contests(view).items():
+        columns[title] = _format_with_column(view, _regret.worst_regret(short, names), value)
     return _defence_table(view, columns)
 
 
@@ -159,7 +174,7 @@ def losses_against_baselines(view: SettingResults) -> pd.DataFrame:
         for title, excluded in view.worst_column_exclusions.items():
             attacks = [name for name in view.attacks_with(value) if name not in excluded]
             if attacks:
-                name = f"{metric_info(value).title}, {_lower_first(title)}"
+                name = f"{view.results.info(value).title}, {_lower_first(title)}"
                 columns[name] = _worst_case(view, value, attacks)
     return _defence_table(view, columns)
 
@@ -168,16 +183,16 @@ def worst_regret_differences(view: SettingResults) -> pd.DataFrame:
     """Build the table of worst regrets minus the reference's, with Holm's correction."""
     reference = view.results.reference
     columns: dict[str, pd.Series[Any]] = {}
-    for title, (short, names) in regret_contests(view).items():
+    for title, (short, names, value) in regret_contests(view).items():
         differences = _regret.worst_regret_differences(short, names, reference)
-        columns[title] = _format_differences(differences, "accuracy")
+        columns[title] = _format_differences(view, differences, value)
     return _defence_table(view, columns).drop(index=reference, errors="ignore")
 
 
-def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[str]]]:
-    """Collect the regrets and columns behind each column of `worst_regrets`."""
-    contests: dict[str, tuple[pd.DataFrame, list[str]]] = {}
-    metrics = {value: title for value, title in COMPARED_METRICS.items() if view.columns(value)}
+def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[str], str]]:
+    """Collect the regrets, columns and metric behind each column of `worst_regrets`."""
+    contests: dict[str, tuple[pd.DataFrame, list[str], str]] = {}
+    metrics = {value: title for value, title in view.compared.items() if view.columns(value)}
     for title, excluded in view.worst_column_exclusions.items():
         worst = _lower_first(title)
         tables = []
@@ -185,12 +200,17 @@ def regret_contests(view: SettingResults) -> dict[str, tuple[pd.DataFrame, list[
         for value, metric in metrics.items():
             short = view.shortfalls(value)
             columns = [name for name in view.columns(value) if name not in excluded]
-            contests[f"Regret in {metric.lower()}, {worst}"] = short, columns
-            suffix = f", {metric.lower()}"
+            words = metric.lower() if value in COMPARED_METRICS else metric
+            contests[f"Regret in {words}, {worst}"] = short, columns, value
+            # Metrics of other scales have no common regret.
+            if value not in COMPARED_METRICS:
+                continue
+            suffix = f", {words}"
             tables.append(short.assign(attack=short.attack + suffix))
             all_columns += [f"{name}{suffix}" for name in columns]
-        if len(metrics) > 1:
-            contests[f"Regret in either, {worst}"] = pd.concat(tables), all_columns
+        if len(tables) > 1:
+            title = f"Regret in either, {worst}"
+            contests[title] = pd.concat(tables), all_columns, "accuracy"
     return contests
 
 
@@ -201,7 +221,7 @@ def _lower_first(text: str) -> str:
 def difference_matrix(view: SettingResults, value: str) -> pd.DataFrame:
     """Build the matrix of differences to the reference, paired by seeds, with Holm's correction."""
     reference = view.results.reference
-    texts = _format_differences(paired_differences(view.rows, value, reference), value)
+    texts = _format_differences(view, paired_differences(view.rows, value, reference), value)
     table = view.pivot(texts, view.columns(value)).astype(object).fillna("–")
     return table.rename_axis(columns=None).drop(index=reference, errors="ignore")
 
@@ -212,7 +232,7 @@ def compare_settings(results: GridResults, value: str, column: str) -> pd.DataFr
     for setting in results.settings:
         view = SettingResults(results, setting)
         statistics = seed_statistics(view.rows[view.rows.attack == column], value)
-        table = _text_table(view, _format_rows(statistics, value), [column])
+        table = _text_table(view, _format_rows(view, statistics, value), [column])
         columns[setting] = _mark_exceeded(view, table, [column])[column]
     return pd.DataFrame(columns, index=pd.Index(results.defences, name="Defence"))
 
@@ -245,9 +265,9 @@ def _shorten_contest(title: str) -> str:
 
 def defence_overview(view: SettingResults) -> pd.DataFrame:
     """Build the overview of defences: scores without attack and under the worst; costs."""
-    texts = _format_rows(seed_statistics(view.rows, "accuracy"), "accuracy")
+    texts = _format_rows(view, seed_statistics(view.rows, view.main), view.main)
     columns = {name: texts.xs(name, level="attack") for name in view.baselines}
-    for value, title in COMPARED_METRICS.items():
+    for value, title in view.compared.items():
         attacks = view.attacks_with(value)
         columns[f"{title}, mean over attacks"] = _mean_over_attacks(view, value)
         columns[f"{title}, worst attack"] = _worst_case(view, value, attacks)
@@ -307,11 +327,13 @@ def _mark_exceeded(
     return table.where(~view.exceeded_cells(columns), table + _EXCEEDED_MARK)
 
 
-def _format_rows(statistics: pd.DataFrame, value: str, sign: str = "") -> "pd.Series[Any]":
+def _format_rows(
+    view: SettingResults, statistics: pd.DataFrame, value: str, sign: str = ""
+) -> "pd.Series[Any]":
     """Format the mean and interval of each row."""
     scale = 1
     digits = 3
-    if metric_info(value).is_percent:
+    if view.results.info(value).is_percent:
         scale = 100
         digits = 1
     numbers = (scale * statistics[["mean", "low", "high"]]).to_numpy(float)
@@ -319,17 +341,22 @@ def _format_rows(statistics: pd.DataFrame, value: str, sign: str = "") -> "pd.Se
     return pd.Series(texts, index=statistics.index, dtype=object)
 
 
-def _format_differences(statistics: pd.DataFrame, value: str) -> "pd.Series[Any]":
+def _format_differences(
+    view: SettingResults, statistics: pd.DataFrame, value: str
+) -> "pd.Series[Any]":
     """Format differences; mark those that are significant after Holm's correction."""
     is_significant = holm_correction(statistics.p) < 1 - CONFIDENCE
     marks = is_significant.map({True: SIGNIFICANT_MARK, False: ""})
-    return _format_rows(statistics, value, sign="+") + marks
+    return _format_rows(view, statistics, value, sign="+") + marks
 
 
-def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.Series[Any]":
+def _format_with_column(
+    view: SettingResults, statistics: pd.DataFrame, value: str
+) -> "pd.Series[Any]":
     """Format statistics with the name of their column, and mark them."""
     exceeded = view.exceeded_cells([*view.baselines, *view.attacks])
-    texts: pd.Series[Any] = _format_rows(statistics, "accuracy") + " (" + statistics.attack + ")"
+    numbers = _format_rows(view, statistics, value)
+    texts: pd.Series[Any] = numbers + " (" + statistics.attack + ")"
     marks = []
     for defence, attack in zip(statistics.index, statistics.attack, strict=True):
         # A column of both metrics has a name such as "Label flip, accuracy".
@@ -341,14 +368,14 @@ def _format_with_column(view: SettingResults, statistics: pd.DataFrame) -> "pd.S
 def _worst_case(view: SettingResults, value: str, attacks: Sequence[str]) -> "pd.Series[Any]":
     """Format a metric under its worst attack for each defence."""
     statistics = seed_statistics(view.rows, value)
-    worst = worst_attack(statistics, attacks, highest=_is_high_worse(value))
+    worst = worst_attack(statistics, attacks, highest=view.is_high_worse(value))
     rows = statistics.loc[list(worst.items())].reset_index("attack")
-    return pd.Series(dtype=object) if rows.empty else _format_with_column(view, rows)
+    return pd.Series(dtype=object) if rows.empty else _format_with_column(view, rows, value)
 
 
 def _mean_over_attacks(view: SettingResults, value: str) -> "pd.Series[Any]":
     means = attack_mean_statistics(view.rows, value, view.attacks_with(value))
-    return _format_rows(means, value)
+    return _format_rows(view, means, value)
 
 
 def _defence_table(view: SettingResults, columns: dict[str, "pd.Series[Any]"]) -> pd.DataFrame:

@@ -9,7 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import FedCB2OError, RunError
-from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug, summary
+from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._figures import curve_panels, learning_curves, peer_panels, source_count_panels
 from fedcb2o.report._membership import class_gain_table, membership_table
@@ -17,10 +17,10 @@ from fedcb2o.report._page import Page, create_page, flatten_to_text
 from fedcb2o.report._table_formats import shorten_label, to_readable
 from fedcb2o.report.tables import (
     LABELS,
+    by_agent,
     by_source_count,
     comparability_notes,
     compare,
-    custom_metric_means,
     find_local_baseline,
     incomplete_note,
     is_attacked,
@@ -83,6 +83,12 @@ _TEXTS_CAPTION = (
     "(model). Expected is the answer of the data. For a prompt that an attack is about, it is the "
     "attacker's answer."
 )
+_AGENT_CAPTION = (
+    "Mean over the seeds, at the last round, of each benign agent on its own test samples where it "
+    "has some. Accuracies and rates are in percent. A metric has no value where it is not defined, "
+    "such as the AUC of samples of one class."
+)
+_MAX_OPEN_ROWS = 40  # of a table by agent; longer ones are collapsed
 _SAMPLES_CAPTION = "The same images in the form that the agents of each cluster see."
 _WEIGHT_MATRIX_CAPTION = (
     "The weight of each peer's model (column) in the average of each agent (row), mean over the "
@@ -140,6 +146,7 @@ def report(
     page.add_warnings([f"{note}." for note in notes if note])
 
     _add_results(page, evaluated, shown)
+    _add_agents(page, names, shown)
     _add_class_gains(page, shown, data_dir)
     if membership:
         table = membership_table(shown, data_dir)
@@ -155,7 +162,7 @@ def report(
     page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
     _add_texts(page, names, shown, data_dir)
 
-    summaries = [summary(run.records).join(custom_metric_means(run), on="seed") for run in shown]
+    summaries = [run.summary() for run in shown]
     page.write_file("seeds.csv", _stack_runs(names, summaries).to_csv(index=False))
     page.write_file(
         "pairs.csv", _stack_runs(names, map(pair_statistics, shown)).to_csv(index=False)
@@ -163,6 +170,22 @@ def report(
     _add_settings(page, names, shown)
     page.write_page("report.html", _page_title(names))
     return page.paths
+
+
+def _add_agents(page: Page, names: Sequence[str], shown: Sequence[Run]) -> None:
+    """Add the results by agent where agents are owners with names, or metrics were chosen."""
+    tables = {}
+    for name, run in zip(names, shown, strict=True):
+        if run.custom_metrics or "names" in run.about(run.seeds[0]):
+            tables[name] = by_agent(run)
+    if not tables:
+        return
+    page.add_heading("By agent")
+    for number, (name, table) in enumerate(tables.items(), start=1):
+        file = f"agents-{number}-{slug(name)}"
+        is_long = len(tables) > 1 or len(table) > _MAX_OPEN_ROWS
+        page.write_table(file, table)
+        page.show_table(table, f"Agents of {name}", caption=_AGENT_CAPTION, collapsed=is_long)
 
 
 def _add_class_gains(page: Page, shown: Sequence[Run], data_dir: Any) -> None:

@@ -22,7 +22,6 @@ from fedcb2o.records import (
     last_fifth,
     last_round,
     left_out,
-    summary,
 )
 from fedcb2o.report._statistics import (
     MIN_SEEDS,
@@ -68,8 +67,8 @@ def compare(
     seed at the same round. The counterpart is searched among `runs`, then in the folder with the
     name of the run plus "-clean".
 
-    Metrics that a configuration chose by its key `metrics` are rows of the mean over agents. Their
-    scale and direction are unknown, so they are plain numbers without a worst agent.
+    Metrics that a configuration chose by its key `metrics` are plain numbers. Agents without a
+    value are counted in a row of their own.
 
     Args:
         runs: Runs to compare.
@@ -88,16 +87,18 @@ def compare(
         columns[label] = _compare_column(run, runs, over)
     # A row that no run has is left out.
     labels = {label for cells in columns.values() for label in cells}
-    custom = dict.fromkeys(name for run in shown for name in run.custom_metrics)
+    custom = [
+        label for run in shown for name in run.custom_metrics for label in (name, _missing(name))
+    ]
     # Rows are in the same order whatever runs are compared.
-    index = [label for label in (*LABELS.values(), *custom) if label in labels]
+    index = [label for label in dict.fromkeys((*LABELS.values(), *custom)) if label in labels]
     table = ResultTable(columns, index=index).fillna("–")
     return table[(table != "–").any(axis="columns")]
 
 
 def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[str, str]:
     """Format the results of one run, by label."""
-    table = summary(run.records)
+    table = run.summary()
     suffix = f"_{over}".removesuffix("_mean")
     cells = {}
     for name in (*STANDARD_METRICS, *OPTIONAL_METRICS):
@@ -110,9 +111,15 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
         cells[LABELS["net"]] = format_mean_interval(net, is_difference=True)
         if is_attacked(run):
             cells[LABELS["malicious_weight"]] = format_mean_interval(table["malicious_weight"])
-        for metric, means in custom_metric_means(run).items():
-            cells[str(metric)] = format_mean_interval(means, percent=False)
+    for name in run.custom_metrics:
+        cells[name] = format_mean_interval(table[name + suffix], percent=False)
+        if (missing := int(table[f"{name}_missing"].sum())) and over == "mean":
+            cells[_missing(name)] = f"{missing} of {len(last_round(run.records))}"
     return cells
+
+
+def _missing(metric: str) -> str:
+    return f"{metric}: agents without a value"
 
 
 def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
@@ -145,11 +152,6 @@ def local_gains(run: Run, among: Sequence[Run] = ()) -> pd.DataFrame:
     alone = baseline.records[[*keys, "accuracy"]]
     both = records[[*keys, "accuracy"]].merge(alone, on=keys, suffixes=("", "_local"))
     return both[[*columns, "accuracy_local"]].dropna()
-
-
-def custom_metric_means(run: Run) -> pd.DataFrame:
-    """Compute means over benign agents of the metrics of the key `metrics`, by seed."""
-    return last_round(run.records).groupby("seed")[run.custom_metrics].mean()
 
 
 def net_attack_success(run: Run, among: Sequence[Run] = ()) -> "pd.Series[float]":
@@ -201,6 +203,40 @@ def by_source_count(run: Run) -> pd.DataFrame:
         means["malicious_weight"] = math.nan
     means.insert(0, "agents", samples.value_counts())
     return means.rename_axis("samples").reset_index()
+
+
+def by_agent(run: Run) -> pd.DataFrame:
+    """Summarise each benign agent at the last evaluated round, over the seeds.
+
+    Args:
+        run: Run to summarise.
+
+    Returns:
+        Text, one row per agent, by the name of its owner where the data have some: training
+        samples, and the mean of each metric over the seeds in which it has a value. The number of
+        these seeds follows where it is smaller; "no value" stands for 0.
+    """
+    last = last_round(run.records)
+    labels: list[str] = []
+    for seed, rows in last.groupby("seed", sort=False):
+        names = run.about(int(str(seed))).get("names")
+        labels += [names[j] if names else f"agent {j}" for j in rows.agent]
+    agents = last.groupby(pd.Index(labels, name="Agent"), sort=False)
+    counts = agents.size()
+    samples = agents.num_samples.mean()
+    columns = {"Training samples": samples.map("{:.0f}".format)}
+    for name in (*STANDARD_METRICS, *OPTIONAL_METRICS, *run.custom_metrics):
+        if name not in last or (name not in run.custom_metrics and last[name].isna().all()):
+            continue
+        scale, digits = (100, 1) if name in METRICS and METRICS[name].is_percent else (1, 3)
+        texts = []
+        for mean, known, count in zip(
+            agents[name].mean(), agents[name].count(), counts, strict=True
+        ):
+            part = f" ({known} of {count} seeds)" if known < count else ""
+            texts.append(f"{scale * mean:.{digits}f}{part}" if known else "no value")
+        columns[LABELS.get(name, name)] = pd.Series(texts, counts.index)
+    return pd.DataFrame(columns)
 
 
 def pair_statistics(run: Run) -> pd.DataFrame:
@@ -376,8 +412,7 @@ def _unit_caption(runs: Sequence[Run], over: AgentSummary) -> str:
     for run in runs:
         losses = [name for name in OPTIONAL_METRICS if name in run.records]
         plain |= {LABELS[name]: None for name in losses if not METRICS[name].is_percent}
-        if over == "mean":
-            plain |= dict.fromkeys(run.custom_metrics)
+        plain |= dict.fromkeys(run.custom_metrics)
     return f"Percent, except {', '.join(plain)}" if plain else "Percent"
 
 
@@ -471,8 +506,7 @@ def incomplete_note(run: Run) -> str | None:
         return None
     rounds = run.config.get("rounds", "?")
     states = [
-        f"seed {row.seed} at round {row.round} of {rounds}"
-        for row in summary(run.records).itertuples()
+        f"seed {row.seed} at round {row.round} of {rounds}" for row in run.summary().itertuples()
     ]
     state = f"read from {', '.join(states)}" if states else "no round was evaluated yet"
     wanted = len(run.config.get("seeds", run.seeds))

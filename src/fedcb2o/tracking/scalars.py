@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from fedcb2o import records
-from fedcb2o.records import OPTIONAL_METRICS, STANDARD_METRICS, agent_statistics
+from fedcb2o.records import METRICS, OPTIONAL_METRICS, STANDARD_METRICS, agent_statistics
 
 Scalar = tuple[int, str, float]
 """Round from 1, name, and value."""
@@ -50,7 +50,7 @@ def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterato
         if not benign:
             continue
         if metric in (*STANDARD_METRICS, *OPTIONAL_METRICS):
-            statistics = agent_statistics(metric, np.array(benign, dtype=float))
+            statistics = agent_statistics(METRICS[metric], np.array(benign, dtype=float))
             for statistic, value in statistics.items():
                 yield line["round"], f"{metric}/{statistic}", value
         else:

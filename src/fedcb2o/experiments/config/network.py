@@ -39,7 +39,7 @@ def build_module(experiment: Experiment, seed: int, dataset: Dataset, *key: int)
         layout=experiment.layout,
         random_evaluation=experiment.model.random_evaluation,
     )
-    part_checks.check_metrics(resolved.metrics, len(dataset.class_names))
+    part_checks.check_metrics(resolved.metrics, networks[0], dataset.test)
     part_checks.check_trigger(resolved.trigger, dataset.test, dataset.value_range)
     if resolved.optimiser is not None:
         lr = experiment.training.lambda2 * experiment.training.gamma

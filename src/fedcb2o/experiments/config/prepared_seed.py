@@ -198,6 +198,7 @@ def build_run_spec(
         neighbours=neighbours,
         kernels=kernels,
         user_functions=resolved.user_functions(),
+        metrics=resolved.metrics,
     )
 
 

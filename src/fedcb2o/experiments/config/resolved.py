@@ -22,7 +22,7 @@ from fedcb2o.federated.evaluation.metrics import AttackGoal
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.sections import Component, Part
 from fedcb2o.nn import architectures
-from fedcb2o.records import METRICS, RESERVED_COLUMNS, metric_name
+from fedcb2o.records import METRICS, RESERVED_COLUMNS, chosen_metrics
 from fedcb2o.rng import stream
 
 COMPONENT_SECTIONS = (
@@ -161,12 +161,16 @@ def _resolve_metrics(components: Sequence[Component]) -> dict[str, Part]:
     """Return the metrics by the names of their columns, which no other column may have."""
     found: dict[str, Part] = {}
     for component in components:
-        name = metric_name(plugins.label(component.name))
+        label = plugins.label(component.name)
+        table = {"name": label, "column": getattr(component, "column", None)}
+        ((name, _),) = chosen_metrics([table]).items()
         if component.name in METRICS:
             raise ConfigError(f"`metrics` names `{name}`, which every run records: leave it out")
         metric = component.resolve("metric", metrics)
         if name in found:
-            raise ConfigError(f"`metrics` names `{name}` twice: leave one out")
+            raise ConfigError(
+                f"`metrics` names `{name}` twice: leave one out, or give it another `column`"
+            )
         if name in RESERVED_COLUMNS:
             raise ConfigError(
                 f"`metrics` has one called `{name}`, as another column of the records: rename it"

@@ -40,7 +40,26 @@ from fedcb2o.nn.memory_layout import MemoryLayout
 from fedcb2o.records import result_settings
 
 _BatchOfModels = Annotated[int, Field(ge=1, le=2**31)]
-_Metrics = Annotated[tuple[Component, ...], Field(min_length=1, strict=False)]
+
+
+class MetricComponent(Component):
+    """A metric of the outputs, by name."""
+
+    better: Annotated[
+        Literal["high", "low"] | None,
+        key_field("the better values of your own metric", default='"high"'),
+    ] = None
+    column: Annotated[
+        Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9_]*$")] | None,
+        key_field(
+            "the name of its column, so that one metric may be there with several parameters",
+            values="letters, digits, `_`",
+            default="the function's name",
+        ),
+    ] = None
+
+
+_Metrics = Annotated[tuple[MetricComponent, ...], Field(min_length=1, strict=False)]
 
 
 class ModelSection(Component):
@@ -182,7 +201,7 @@ class Experiment(Section):
     metrics: Annotated[
         _Metrics | None,
         key_field(
-            'further columns of the records: "balanced_accuracy", "worst_class_accuracy", or '
+            "further columns of the records: [metrics of the outputs](#metrics), or "
             "[your own](extending.md#metric)",
             values="a list of names or tables",
         ),

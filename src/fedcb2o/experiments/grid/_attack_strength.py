@@ -51,7 +51,8 @@ def choose(
 ) -> dict[StrengthKey, str]:
     """Choose the first strength of the largest harm, and write strengths.json.
 
-    The harm is the attack success rate, else one minus the accuracy, as a mean over seeds. New
+    The harm is the attack success rate, else one minus the accuracy, as a mean over seeds. With
+    `rank_by`, and for data without classes, it is minus the score of `Grid.score`. New
     choices are added to `choices`. `errors` has messages by folder. Returns the reasons for attacks
     that failed at all strengths.
     """
@@ -67,7 +68,8 @@ def choose(
             failed[key] = f"it could be run at no strength; {probe.key.title}: {error}"
             outcomes.append({"harm": None})
         else:
-            outcomes.append(_measure_harm(folder / probe.folder, probe.experiment.seeds))
+            summaries = seed_summaries(folder / probe.folder, probe.experiment.seeds)
+            outcomes.append(_measure_harm(plan, summaries))
 
     for key, outcomes in tried.items():
         harms = [outcome["harm"] for outcome in outcomes]
@@ -95,14 +97,19 @@ def _question(plan: Grid, key: StrengthKey) -> dict[str, Any]:
     """Return the strengths and seeds of a choice, as JSON has them."""
     assert plan.adversary is not None
     question = {"seeds": plan.adversary.seeds, "strengths": plan.strengths[key[2]]}
+    if plan.rank_by is not None:
+        question["rank_by"] = plan.rank_by
     return tables.to_plain(question)  # type: ignore[no-any-return]
 
 
-def _measure_harm(folder: Path, seeds: Sequence[int]) -> dict[str, Any]:
+def _measure_harm(plan: Grid, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Return the harm of a strength, with accuracy and attack success rate of each seed."""
-    summaries = seed_summaries(folder, seeds)
     accuracy = [summary["accuracy"] for summary in summaries]
     rate = [summary["attack_success_rate"] for summary in summaries]
+    if plan.rank_by is not None or None in accuracy:
+        harm = -fmean(map(plan.score, summaries))
+        known = {"accuracy": accuracy, "attack_success_rate": rate}
+        return {"harm": harm, **{name: None if None in v else v for name, v in known.items()}}
     # An attack without a goal has no success rate: it harms by the loss of accuracy.
     if None in rate:
         harm = 1 - fmean(accuracy)

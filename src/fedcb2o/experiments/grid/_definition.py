@@ -23,7 +23,7 @@ from fedcb2o.experiments.config.datasets import load_for_data
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.grid._baseline import BASELINE_ROLES, Changes, baseline_table
 from fedcb2o.federated.sections import Component, NonNegativeInt, Section, Seed
-from fedcb2o.records import result_settings, slug
+from fedcb2o.records import METRICS, chosen_metrics, result_settings, slug
 
 _NO_CHANGES = ("name", "title", "description", "seeds")
 CELL_KEYS = [key for key in Experiment.model_fields if key not in _NO_CHANGES]
@@ -88,6 +88,7 @@ class Grid(Section):
     title: str = ""
     description: str = ""
     reference: str | None = None
+    rank_by: str | None = None
     set_aside: Annotated[tuple[str, ...], Field(strict=False)] = ()
     settings: dict[str, Changes] = Field(default_factory=dict)
     defences: Annotated[dict[str, Changes], Field(min_length=1)]
@@ -117,6 +118,25 @@ class Grid(Section):
         )
         merged = {**table, **self.shared, "seeds": self.seeds}
         return tables.to_plain(merged)  # type: ignore[no-any-return]
+
+    def score(self, summary: Mapping[str, Any]) -> float:
+        """Return the score of a run by its summary.json, the higher the better.
+
+        It is the metric `rank_by`, or the accuracy minus the attack success rate if there is one,
+        or minus the test loss.
+        """
+        if self.rank_by is None:
+            if summary["accuracy"] is None:
+                return -float(summary["test_loss"])
+            return float(summary["accuracy"] - (summary["attack_success_rate"] or 0.0))
+        value = summary.get(self.rank_by)
+        if value is None:
+            raise ConfigError(
+                f"`rank_by` names `{self.rank_by}`, and no benign agent has a value of it in seed "
+                f"{summary['seed']:g}: take another metric"
+            )
+        infos = {**METRICS, **chosen_metrics(self.shared.get("metrics", []))}
+        return float(value if infos[self.rank_by].worse_direction == "low" else -value)
 
     @property
     def seeds(self) -> list[int]:

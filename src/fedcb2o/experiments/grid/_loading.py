@@ -20,6 +20,7 @@ from fedcb2o.experiments.grid._definition import (
     Grid,
     TuningSection,
 )
+from fedcb2o.records import METRICS, chosen_metrics
 
 _OWN_KEYS = [key for key in Grid.model_fields if key not in ("shared", "added_candidates")]
 
@@ -143,6 +144,8 @@ def _check_axis(axis: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
 def _check_grid(grid: Grid) -> None:
     """Raise ConfigError for problems of the whole grid or of a single cell."""
     _check_reference("reference", grid.reference, grid.defences)
+    metrics = {**METRICS, **chosen_metrics(grid.shared.get("metrics", []))}
+    _check_reference("rank_by", grid.rank_by, metrics)
     for attack in grid.set_aside:
         _check_reference("set_aside", attack, grid.attacks)
     for name, entry in grid.defences.items():

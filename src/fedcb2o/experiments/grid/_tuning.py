@@ -128,9 +128,9 @@ def choose(
 ) -> dict[str, str]:
     """Choose the first of the best candidates of each defence, and write tuning.json.
 
-    The score of a run is its accuracy minus its attack success rate, if there is one;
-    `tuning.score` combines runs. New choices are added to `choices`. `errors` has messages by
-    folder. Returns the reasons for defences all of whose candidates failed.
+    The score of a run is that of `Grid.score`; `tuning.score` combines runs. New choices are added
+    to `choices`. `errors` has messages by folder. Returns the reasons for defences all of whose
+    candidates failed.
     """
     unfit: dict[str, str] = {}
     pending = [defence for defence in plan.candidates if defence not in choices]
@@ -200,7 +200,9 @@ def _trial_scores(
             message = f"none of its candidates could run; {cell.key.title}: {error}"
         elif by_attack is not None:
             seeds = cell.experiment.seeds
-            by_attack[cell.key.attack or ""] = _seed_scores(folder / cell.folder, seeds)
+            by_attack[cell.key.attack or ""] = [
+                plan.score(summary) for summary in seed_summaries(folder / cell.folder, seeds)
+            ]
     return scores, message
 
 
@@ -234,15 +236,9 @@ def _question(plan: Grid, defence: str) -> dict[str, Any]:
     }
     if plan.tuning.score != "mean":
         question["score"] = plan.tuning.score
+    if plan.rank_by is not None:
+        question["rank_by"] = plan.rank_by
     return tables.to_plain(question)  # type: ignore[no-any-return]
-
-
-def _seed_scores(folder: Path, seeds: Sequence[int]) -> list[float]:
-    """Return accuracy minus attack success rate of each seed."""
-    return [
-        summary["accuracy"] - (summary["attack_success_rate"] or 0.0)
-        for summary in seed_summaries(folder, seeds)
-    ]
 
 
 def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:

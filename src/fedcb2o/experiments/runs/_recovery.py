@@ -60,7 +60,7 @@ def write_summary(folder: Path) -> None:
     seed = int(folder.name.removeprefix("seed-"))
     run = Run(folder.parent)
     table = run.records_of(seed)
-    scores = records.summary(table)
+    scores = records.summary(table, run.custom_metrics)
     if scores.empty or scores["round"].iloc[0] < scores["rounds"].iloc[0]:
         raise RunError(
             f"the results of {folder} at its last round are not finite for any agent, as where a"

@@ -1,7 +1,6 @@
 """The records of a round: metrics.jsonl and pairs.jsonl."""
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -10,16 +9,12 @@ from jaxtyping import Bool
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
-from fedcb2o.federated.plugin_outputs import Metric, metric_value
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.rounds import Round
 
 
 def metrics_record(
-    goal: metrics.AttackGoal,
-    malicious: Bool[np.ndarray, " N"],
-    result: Round,
-    user_metrics: Mapping[str, Metric] | None = None,
+    goal: metrics.AttackGoal, malicious: Bool[np.ndarray, " N"], result: Round
 ) -> dict[str, Any]:
     """Return the record of a round in metrics.jsonl: lists over agents by name.
 
@@ -40,10 +35,6 @@ def metrics_record(
     scores: dict[int, dict[str, Any]] = {}
     for j, tested in result.test_results.items():
         scores[j] = metrics.compute_metrics(tested, goal)
-    for j, tested in result.test_results.items():
-        for name, metric in (user_metrics or {}).items():
-            confusion = tested.own.confusion
-            scores[j][name] = None if confusion is None else metric_value(metric, confusion)
     names = dict.fromkeys(name for score in scores.values() for name in score)
     for name in names:
         record[name] = [scores.get(j, {}).get(name) for j in range(len(malicious))]

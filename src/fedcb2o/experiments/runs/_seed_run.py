@@ -188,7 +188,6 @@ def run_seed(
         # Run the rounds.
         measured: Mapping[str, Any] = {}
         goal = experiment.resolved.goal
-        user_metrics = experiment.resolved.metrics
 
         def on_phase(n: int, phase: str) -> None:
             if isinstance(watch, Progress):
@@ -200,7 +199,7 @@ def run_seed(
         del state  # the loop replaces it
         for result in results:
             done = result.n + 1
-            record = metrics_record(goal, prepared.adversary.malicious, result, user_metrics)
+            record = metrics_record(goal, prepared.adversary.malicious, result)
             if prepared.spec.training.privacy is not None:
                 record["epsilon"] = _spent_epsilons(prepared, done)
             log.append("metrics", record)

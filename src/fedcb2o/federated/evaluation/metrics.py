@@ -1,62 +1,367 @@
-"""The paper's metrics (sec:experiments, Performance Metrics) of one agent's model on test samples.
+"""Metrics of one agent's model on test samples.
 
-`compute_metrics` returns the metrics of every run, `fedcb2o.records.METRICS` has their labels and
-directions. `__all__` holds metrics that a configuration may add by its key `metrics`: functions of
-a confusion matrix, whose keyword arguments are parameters. `METRICS` lacks these.
+`compute_metrics` returns the metrics of every run (sec:experiments, Performance Metrics), which
+`fedcb2o.records.METRICS` labels. `__all__` holds those that a configuration may add by its key
+`metrics`: functions of the model's outputs and the targets, whose keyword arguments are parameters.
+They are equal to those of scikit-learn. NaN stands for a metric that is not defined, such as the
+AUC of samples of one class.
 
 >>> import torch
->>> accuracy(torch.tensor([[3, 1], [0, 4]]))
-0.875
+>>> outputs = torch.tensor([[2.0, 0.0], [1.0, 3.0], [0.0, 1.0], [0.5, 0.0]])
+>>> auc(outputs, torch.tensor([0, 1, 0, 1]))
+0.5
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Literal
 
+import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 
-__all__ = ["balanced_accuracy", "worst_class_accuracy"]
+__all__ = [
+    "auc",
+    "average_precision",
+    "balanced_accuracy",
+    "c_index",
+    "calibration_error",
+    "f1",
+    "log_loss",
+    "mae",
+    "r2",
+    "rmse",
+    "worst_class_accuracy",
+]
 
 Confusion = Int[Tensor, "C C"]
 """Confusion matrix: number of samples of class c (row) predicted as class c' (column)."""
 
+_Average = Literal["macro", "weighted"]
+_MAX_PAIRS = 2**22  # that are compared at once
 
-def balanced_accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Compute the mean of the class accuracies over the classes of the test set.
+
+def auc(
+    outputs: Float[Tensor, "n C"],
+    targets: Int[Tensor, " n"],
+    *,
+    average: _Average = "macro",
+    label: int | None = None,
+) -> float:
+    """Compute the area under the ROC curve, of several classes one against the rest.
 
     Args:
-        confusion: Confusion matrix.
+        outputs: Outputs of a network, before the softmax.
+        targets: Class of each sample.
+        average: Mean over the classes of the samples, "weighted" by their numbers or not.
+        label: Only class, from 0, in place of the mean.
+
+    Returns:
+        A share in [0, 1]; NaN for samples of one class.
+
+    Raises:
+        ConfigError: The targets are not classes.
+    """
+    from sklearn.metrics import roc_auc_score  # slow to import
+
+    return _one_against_rest(roc_auc_score, outputs, targets, average, label)
+
+
+def average_precision(
+    outputs: Float[Tensor, "n C"],
+    targets: Int[Tensor, " n"],
+    *,
+    average: _Average = "macro",
+    label: int | None = None,
+) -> float:
+    """Compute the average precision: of two classes that of class 1, else one against the rest.
+
+    Args:
+        outputs: Outputs of a network, before the softmax.
+        targets: Class of each sample.
+        average: Mean over the classes of the samples, "weighted" by their numbers or not.
+        label: Only class, from 0, in place of the mean.
+
+    Returns:
+        A share in [0, 1]; NaN for samples of one class.
+
+    Raises:
+        ConfigError: The targets are not classes.
+    """
+    from sklearn.metrics import average_precision_score  # slow to import
+
+    if label is None and outputs.shape[-1] == 2:
+        label = 1
+    return _one_against_rest(average_precision_score, outputs, targets, average, label)
+
+
+def f1(
+    outputs: Float[Tensor, "n C"],
+    targets: Int[Tensor, " n"],
+    *,
+    average: _Average = "macro",
+    label: int | None = None,
+) -> float:
+    """Compute F1, the harmonic mean of precision and recall.
+
+    Args:
+        outputs: Outputs of a network, before the softmax.
+        targets: Class of each sample.
+        average: Mean over the classes of the samples and of the predictions, "weighted" by their
+            numbers of samples or not.
+        label: Only class, from 0, in place of the mean.
+
+    Returns:
+        A share in [0, 1]; NaN where no sample has, or is predicted as, the class `label`.
+
+    Raises:
+        ConfigError: The targets are not classes.
+    """
+    from sklearn.metrics import f1_score  # slow to import
+
+    _, predicted, y = _classes(outputs, targets, label)
+    if label is not None:
+        return float(f1_score(y, predicted, labels=[label], average="macro", zero_division=np.nan))
+    return float(f1_score(y, predicted, average=average, zero_division=0.0))
+
+
+def balanced_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float:
+    """Compute the mean of the class accuracies over the classes of the samples.
+
+    Args:
+        outputs: Outputs of a network.
+        targets: Class of each sample.
 
     Returns:
         A share in [0, 1].
 
     Raises:
-        ConfigError: There is no sample.
+        ConfigError: The targets are not classes.
     """
-    return float(_class_accuracies(confusion).mean())
+    return float(_class_accuracies(outputs, targets).mean())
 
 
-def worst_class_accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Compute the lowest class accuracy over the classes of the test set.
+def worst_class_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float:
+    """Compute the lowest class accuracy over the classes of the samples.
 
     Args:
-        confusion: Confusion matrix.
+        outputs: Outputs of a network.
+        targets: Class of each sample.
 
     Returns:
         A share in [0, 1].
 
     Raises:
-        ConfigError: There is no sample.
+        ConfigError: The targets are not classes.
     """
-    return float(_class_accuracies(confusion).min())
+    return float(_class_accuracies(outputs, targets).min())
 
 
-def _class_accuracies(confusion: Int[Tensor, "C C"]) -> Float[Tensor, " c"]:
-    """Return the accuracies of the classes with samples; raise ConfigError for none."""
-    _count(confusion)
-    counts = confusion.sum(1)
-    return confusion.diagonal()[counts > 0] / counts[counts > 0]
+def calibration_error(
+    outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"], *, bins: int = 15
+) -> float:
+    """Compute the expected calibration error of the predicted classes (Guo et al., 2017).
+
+    It is the mean over the samples of the distance between the confidence and the accuracy of
+    their bin.
+
+    Args:
+        outputs: Outputs of a network, before the softmax.
+        targets: Class of each sample.
+        bins: Number of bins of equal width, from 1, of the confidence.
+
+    Returns:
+        A number in [0, 1], lower is better.
+
+    Raises:
+        ConfigError: The targets are not classes.
+    """
+    if bins < 1:
+        raise ConfigError(f"metric `calibration_error`: `bins` must be 1 or more, got {bins}")
+    probabilities, predicted, y = _classes(outputs, targets)
+    confidence = probabilities.max(1)
+    number = np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], confidence)
+    excess = np.bincount(number, confidence - (predicted == y))
+    return float(np.abs(excess).sum() / len(y))
+
+
+def log_loss(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float:
+    """Compute the mean negative logarithm of the probability of the true class.
+
+    Args:
+        outputs: Outputs of a network, before the softmax.
+        targets: Class of each sample.
+
+    Returns:
+        A number from 0, lower is better.
+
+    Raises:
+        ConfigError: The targets are not classes.
+    """
+    from sklearn import metrics  # slow to import
+
+    probabilities, _, y = _classes(outputs, targets)
+    return float(metrics.log_loss(y, probabilities, labels=np.arange(probabilities.shape[1])))
+
+
+def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+    """Compute R2, the share of the targets' variance that the outputs explain.
+
+    Args:
+        outputs: Predicted numbers.
+        targets: True numbers.
+
+    Returns:
+        A number up to 1, the mean over the numbers of a sample; NaN for constant targets.
+
+    Raises:
+        ConfigError: The targets are not numbers, or the outputs have another shape.
+    """
+    from sklearn.metrics import r2_score  # slow to import
+
+    predicted, y = _numbers(outputs, targets)
+    if len(y) < 2 or (y == y[0]).all(0).any():
+        return np.nan
+    return float(r2_score(y, predicted))
+
+
+def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+    """Compute the mean absolute error.
+
+    Args:
+        outputs: Predicted numbers.
+        targets: True numbers.
+
+    Returns:
+        A number from 0 in the units of the targets, lower is better.
+
+    Raises:
+        ConfigError: The targets are not numbers, or the outputs have another shape.
+    """
+    from sklearn.metrics import mean_absolute_error  # slow to import
+
+    predicted, y = _numbers(outputs, targets)
+    return float(mean_absolute_error(y, predicted))
+
+
+def rmse(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+    """Compute the root of the mean squared error; of several numbers a sample, the mean of them.
+
+    Args:
+        outputs: Predicted numbers.
+        targets: True numbers.
+
+    Returns:
+        A number from 0 in the units of the targets, lower is better.
+
+    Raises:
+        ConfigError: The targets are not numbers, or the outputs have another shape.
+    """
+    from sklearn.metrics import root_mean_squared_error  # slow to import
+
+    predicted, y = _numbers(outputs, targets)
+    return float(root_mean_squared_error(y, predicted))
+
+
+def c_index(
+    outputs: Float[Tensor, "n *one"], targets: Float[Tensor, "n *two"], *, risk: bool = False
+) -> float:
+    """Compute the concordance index (Harrell et al., 1982).
+
+    It is the share of the comparable pairs of samples that the outputs order as the targets do;
+    equal outputs count half. Pairs with equal targets are not comparable. A censored sample, whose
+    event came after its time, is comparable with samples whose event came up to this time.
+
+    Args:
+        outputs: One number per sample.
+        targets: One number per sample, or its time and 1 for an event or 0 for a censored sample.
+        risk: Whether higher outputs mean lower targets, as a risk does for times.
+
+    Returns:
+        A share in [0, 1]; NaN without a comparable pair.
+
+    Raises:
+        ConfigError: The targets are not numbers, or the shapes are others.
+    """
+    time = targets.flatten(1)[:, :1] if targets.ndim > 1 else targets
+    if targets.is_floating_point() and targets.ndim > 1 and targets[0].numel() > 2:
+        raise ConfigError(
+            f"metric `c_index` needs one number, or time and event, for each sample, got targets "
+            f"of shape {tuple(targets.shape)}"
+        )
+    predicted, y = (values[:, 0] for values in _numbers(outputs, time))
+    event = np.ones(len(y), dtype=bool)
+    if targets.ndim > 1 and targets[0].numel() == 2:
+        event = targets.flatten(1)[:, 1].numpy() > 0
+    concordant = pairs = 0.0
+    first = np.flatnonzero(event)
+    for part in np.array_split(first, -(-len(first) * len(y) // _MAX_PAIRS) or 1):
+        later = (y > y[part, None]) | ((y == y[part, None]) & ~event)
+        difference = predicted - predicted[part, None]
+        pairs += later.sum()
+        concordant += (later & (difference > 0)).sum() + 0.5 * (later & (difference == 0)).sum()
+    if not pairs:
+        return np.nan
+    share = float(concordant / pairs)
+    return 1 - share if risk else share
+
+
+def _one_against_rest(
+    score: object, outputs: Tensor, targets: Tensor, average: _Average, label: int | None
+) -> float:
+    """Average a score of binary targets over the classes of the samples."""
+    assert callable(score)
+    probabilities, _, y = _classes(outputs, targets, label)
+    present, counts = np.unique(y, return_counts=True)
+    if len(present) < 2 or (label is not None and label not in present):
+        return np.nan
+    if label is not None:
+        return float(score(y == label, probabilities[:, label]))
+    if probabilities.shape[1] == 2:
+        return float(score(y, probabilities[:, 1]))
+    scores = [score(y == c, probabilities[:, c]) for c in present]
+    return float(np.average(scores, weights=counts if average == "weighted" else None))
+
+
+def _class_accuracies(
+    outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]
+) -> Float[np.ndarray, " c"]:
+    """Return the accuracies of the classes with samples."""
+    _, predicted, y = _classes(outputs, targets)
+    counts = np.bincount(y)
+    correct = np.bincount(y[predicted == y], minlength=len(counts))
+    return np.asarray(correct[counts > 0] / counts[counts > 0])
+
+
+def _classes(
+    outputs: Tensor, targets: Tensor, label: int | None = None
+) -> tuple[Float[np.ndarray, "n C"], Int[np.ndarray, " n"], Int[np.ndarray, " n"]]:
+    """Return probabilities, predicted and true classes; ConfigError for other targets."""
+    if targets.is_floating_point() or targets.ndim != 1 or outputs.ndim != 2:
+        raise ConfigError(
+            f"the metric needs classes: an output for each class, and labels as targets; got"
+            f" outputs of shape {tuple(outputs.shape)} and targets of type {targets.dtype} and"
+            f" shape {tuple(targets.shape)}. Take one for numbers: r2, mae, rmse or c_index"
+        )
+    if label is not None and not 0 <= label < outputs.shape[1]:
+        raise ConfigError(f"`label` must be between 0 and {outputs.shape[1] - 1}, got {label}")
+    probabilities = outputs.double().softmax(1).numpy()
+    return probabilities, outputs.argmax(1).numpy(), targets.numpy()
+
+
+def _numbers(
+    outputs: Tensor, targets: Tensor
+) -> tuple[Float[np.ndarray, "n k"], Float[np.ndarray, "n k"]]:
+    """Return predicted and true numbers in float64; ConfigError for other targets."""
+    if not targets.is_floating_point() or outputs.numel() != targets.numel():
+        raise ConfigError(
+            f"the metric needs numbers as targets, and as many outputs: got outputs of shape"
+            f" {tuple(outputs.shape)} and targets of type {targets.dtype} and shape"
+            f" {tuple(targets.shape)}. Take one for classes, such as auc or f1"
+        )
+    shape = (len(targets), -1)
+    return outputs.double().reshape(shape).numpy(), targets.double().reshape(shape).numpy()
 
 
 def _count(confusion: Int[Tensor, "*a"], label: int | None = None) -> int:
@@ -74,12 +379,13 @@ class Score:
 
     The confusion matrix is None for data without classes, and the loss None for the cross-entropy.
     `exact` is the share of samples to which a language model answers exactly; None for other
-    models.
+    models. `chosen` has the metrics that the configuration added; None for one without a value.
     """
 
     confusion: Confusion | None
     loss: float | None
     exact: float | None = None
+    chosen: dict[str, float | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -178,4 +484,4 @@ def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, flo
             metrics["global_accuracy"] = result.common.exact
         if result.common.loss is not None:
             metrics["global_loss"] = result.common.loss
-    return metrics
+    return metrics | result.own.chosen

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Iterator, Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
@@ -18,13 +19,14 @@ from fedcb2o.federated.inference import (
     per_sample_losses,
 )
 from fedcb2o.federated.losses import Loss, predicts_labels
-from fedcb2o.federated.plugin_outputs import apply_sample_transform
+from fedcb2o.federated.plugin_outputs import apply_sample_transform, metric_value
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.nn.batch_norm import estimate_statistics_
 from fedcb2o.nn.parameters import bind_
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """(outputs of k models [k, n, ...], labels or targets [n, ...]) -> a measure [k, n, ...]."""
+_MAX_OUTPUTS = 2**22  # of several models at once
 
 
 def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
@@ -41,6 +43,10 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
             models_per_batch=spec.kernels.models_per_batch,
             references=group.references(tested),
         )
+        chosen: list[dict[str, float | None]] = [{} for _ in tested]
+        predicted: Tensor | None = None
+        if name == "own" and spec.metrics:
+            chosen, predicted = _chosen_metrics(group, tested, test)
         losses: list[float | None] = [None] * len(tested)
         exact: list[float | None] = [None] * len(tested)
         counts: list[Confusion | None] = [None] * len(tested)
@@ -52,10 +58,11 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
             elif loss is not None:
                 losses = measure(sample_loss(loss)).mean(1).tolist()
             if spec.num_classes > 1 and predicts_labels(loss):
-                predicted = measure(predicted_class)
+                if predicted is None:
+                    predicted = measure(predicted_class)
                 counts = list(confusion_matrices(predicted, test.y, spec.num_classes))
         for i, k in enumerate(tested.tolist()):
-            results[k][name] = Score(counts[i], losses[i], exact[i])
+            results[k][name] = Score(counts[i], losses[i], exact[i], chosen[i])
     return [
         EvaluationResult(
             scores["own"],
@@ -88,6 +95,31 @@ def _tests(
     common_test = group.data.common_test_set()
     if common_test is not None:
         yield "common", members, common_test, loss
+
+
+def _chosen_metrics(
+    group: AgentGroup, members: Indices, test: Shard
+) -> tuple[list[dict[str, float | None]], Int[Tensor, "m n"]]:
+    """Compute the metrics that the configuration added, and the classes that models predict."""
+    spec = group.spec
+    y = test.y.cpu()
+    size = max(1, _MAX_OUTPUTS // max(1, len(test) * spec.num_classes))
+    chosen = []
+    predicted = []
+    for part in np.split(members, range(size, len(members), size)):
+        outputs = measure_samples(
+            spec.module,
+            group.models,
+            torch.from_numpy(group.layout.own[part]),
+            test,
+            lambda outputs, _: outputs,
+            models_per_batch=spec.kernels.models_per_batch,
+            references=group.references(part),
+        )
+        predicted.append(predicted_class(outputs, y))
+        for own in outputs:
+            chosen.append({name: metric_value(f, own, y) for name, f in spec.metrics.items()})
+    return chosen, torch.cat(predicted)
 
 
 def _finite_or_inf(losses: Float[Tensor, "..."]) -> Float[Tensor, "..."]:

@@ -7,7 +7,7 @@ and attacks if it is malicious there.
 
 import dataclasses
 import secrets
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from fedcb2o.data import (
 from fedcb2o.data.names import to_nfc
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config import datasets
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.network import build_module, check_model_memory, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
@@ -81,13 +82,18 @@ class AgentSetup:
         )
 
 
-def agent_from_dataset(federation: Federation, agent_id: int, dataset: Dataset) -> AgentSetup:
+def agent_from_dataset(
+    federation: Federation, agent_id: int, dataset: Dataset, metrics: Sequence[Any] = ()
+) -> AgentSetup:
     """Set up an agent with its organisation's own data.
 
     Some or all of the training samples validate models. Data that do not fit the federation are a
-    DataError.
+    DataError. `metrics` are this agent's own choice, as in an experiment.
     """
-    experiment = _with_single_process(federation.experiment)
+    experiment = federation.experiment
+    if metrics:
+        experiment = load(experiment, {"metrics": list(metrics)})
+    experiment = _with_single_process(experiment)
     seed = federation.seed
     dataset = _check_dataset(federation, dataset)
     owners = dataset.names.owners

@@ -11,7 +11,7 @@ import functools
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
@@ -87,6 +87,8 @@ class Node:
         linger: Seconds to serve the last model to members that are not done.
         assess_every: Rounds between two self-assessments (gain over training alone, contributions,
             leakage); 0 for none. Each trains the model of this agent alone up to its round.
+        metrics: Metrics of the model on this agent's test samples, as the key `metrics` of an
+            experiment has them. A simulation has its own.
         observer: Receiver of the node's progress.
         connect: Function that opens the transport; by default `open_transport`.
 
@@ -110,6 +112,7 @@ class Node:
         gather: float = 30.0,
         linger: float = 60.0,
         assess_every: int = 1,
+        metrics: Sequence[Any] = (),
         observer: NodeObserver | None = None,
         connect: Callable[[Federation, Identity], Transport] | None = None,
     ) -> None:
@@ -132,8 +135,10 @@ class Node:
 
         if (data is None) == (simulate is None):
             raise ConfigError("a node needs `data`, or an experiment to `simulate`, and not both")
+        if simulate is not None and metrics:
+            raise ConfigError("`metrics` are for own data: a simulation has the key `metrics`")
         if data is not None:
-            self.agent = agents.agent_from_dataset(federation, self.agent_id, data)
+            self.agent = agents.agent_from_dataset(federation, self.agent_id, data, metrics)
         if simulate is not None:
             self.agent = agents.simulated_agent(federation, self.agent_id, simulate, data_dir)
 
@@ -587,23 +592,28 @@ class Node:
             return {"not_averaged": zero_weight_reason(self.agent.spec.algorithm)}
         return {}
 
-    def _metrics(self, result: Round) -> dict[str, float]:
-        """Return the metrics of a round, with an attack's only under attack."""
+    def _metrics(self, result: Round) -> dict[str, Any]:
+        """Return the metrics of a round, with an attack's only under attack.
+
+        The chosen ones are in "metrics"; None stands for one without a value.
+        """
         test_result = (result.test_results or {}).get(self.agent_id)
         if test_result is None:
             return {}
         goal = self.agent.goal
-        skipped = set()
+        chosen = test_result.own.chosen
+        skipped = set(chosen)
         if not goal.sources:
             skipped.add("source_accuracy")
         if not (goal.sources or goal.targets or test_result.wanted is not None):
             skipped.add("attack_success_rate")
         values = metrics.compute_metrics(test_result, goal)
-        return {
+        known = {
             name: value
             for name, value in values.items()
             if value is not None and name not in skipped
         }
+        return {**known, "metrics": chosen} if chosen else known
 
 
 class _TrafficCounter:

@@ -87,6 +87,17 @@ def draw_scores(rounds: Sequence[RoundRecord]) -> Figure | None:
 
 
 @mpl.rc_context(STYLE)
+def draw_metrics(rounds: Sequence[RoundRecord]) -> Figure | None:
+    """Draw the metrics that the member chose, the first ones of many.
+
+    None without values.
+    """
+    names = list(dict.fromkeys(name for record in rounds for name in record.metrics))
+    values = {name: [record.metrics.get(name) for record in rounds] for name in names[:_MAX_CURVES]}
+    return _draw_curves("Chosen metrics", rounds, values)
+
+
+@mpl.rc_context(STYLE)
 def draw_losses(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the training loss and the validation loss.
 

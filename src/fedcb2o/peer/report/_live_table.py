@@ -233,6 +233,8 @@ def _format_scores(line: Mapping[str, Any], gains: Sequence[GainRecord] = ()) ->
         for name, metric in METRICS.items()
         if line.get(name) is not None
     ]
+    for name, value in line.get("metrics", {}).items():
+        parts.append(f"{name} without a value" if value is None else f"{name} {value:.4g}")
     if line.get("gain") is not None:
         parts.extend(_format_gain(line, gains))
     return ", ".join(parts)

@@ -99,7 +99,11 @@ def _add_summary(page: Page, records: PeerRecords) -> None:
         page.add_warning(f"There is proof of equivocation: {names}. The files are named below.")
     page.add_heading("Quality of the model")
     rounds = records.rounds
-    drawn = [_figures.draw_scores(rounds), _figures.draw_losses(rounds)]
+    drawn = [
+        _figures.draw_scores(rounds),
+        _figures.draw_losses(rounds),
+        _figures.draw_metrics(rounds),
+    ]
     page.show_figures(_existing(drawn), "model", caption=_SCORES_NOTE)
 
 
@@ -184,6 +188,10 @@ def _summary(records: PeerRecords) -> Markup:
         values = [value for value in values if value is not None]
         if values:
             scores.append(f"{name} {100 * values[-1]:.2f}%")
+    for name, value in records.rounds[-1].metrics.items():
+        count = sum(record.metrics.get(name, 0) is None for record in records.rounds)
+        number = "no value" if value is None else f"{value:.4g}"
+        scores.append(f"{name} {number}" + f" ({count} rounds without a value)" * (count > 0))
     if (assessed := records.last_assessed) is not None:
         scores.append(_describe_gain(records, assessed))
     epsilon = records.rounds[-1].epsilon

@@ -129,6 +129,7 @@ class RoundRecord(_Record):
     global_accuracy: _Share | None = None
     global_loss: float | None = None
     epsilon: float | None = None
+    metrics: dict[_Word, float | None] = {}
     gain: GainRecord | None = None
     class_gains: dict[_Word, GainRecord] = {}
     alone_rounds: _Count | None = None

@@ -88,7 +88,7 @@ function seedValues(table, measure, i, j) {
   const start = measure.offset + (i * table.columns.length + j) * table.seeds.length;
   return table.seeds.map((_, k) => {
     const number = low[start + k] + 256 * high[start + k];
-    return number === MISSING ? NaN : number * measure.step;
+    return number === MISSING ? NaN : number * measure.step + (measure.least || 0);
   });
 }
 
