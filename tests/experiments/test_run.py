@@ -260,7 +260,7 @@ def test_agents_whose_test_loss_overflows_are_counted(tmp_path, caplog):
     table["training"] = {"gamma": 0.01, "loss": "squared_error"}
     table.pop("attack", None)
     finished = run(table, out=tmp_path / "run")
-    note = "seed 1000: the mean of `test_loss` leaves out 1 of 3 agents, whose results are not"
+    note = "seed 1000: the mean of `test_loss` leaves out 1 of 3 agents without a"
     assert note in caplog.text
     last = finished.records[finished.records["round"] == 2].set_index("agent").test_loss
     assert last.isna().tolist() == [False, False, True]

@@ -71,7 +71,7 @@ def classified(draw):
 
 
 @given(classified())
-def test_metrics_of_classes_equal_those_of_scikit_learn(samples):
+def test_metrics_of_classes_equal_scikit_learn(samples):
     outputs, targets = samples
     p, y = outputs.double().softmax(1).numpy(), targets.numpy()
     predicted, labels = p.argmax(1), range(p.shape[1])
@@ -106,7 +106,7 @@ def test_metrics_of_classes_equal_those_of_scikit_learn(samples):
 
 
 @given(classified(), st.integers(1, 20))
-def test_the_calibration_error_agrees_with_scikit_learn_s_curve(samples, bins):
+def test_the_calibration_error_agrees_with_a_calibration_curve(samples, bins):
     outputs, targets = samples
     confidence, predicted = outputs.double().softmax(1).max(1)
     correct = (predicted == targets).numpy()
@@ -118,7 +118,7 @@ def test_the_calibration_error_agrees_with_scikit_learn_s_curve(samples, bins):
 
 
 @given(st.lists(st.tuples(st.integers(-4, 4), st.integers(-4, 4)), min_size=2, max_size=15))
-def test_metrics_of_numbers_equal_those_of_scikit_learn(pairs):
+def test_metrics_of_numbers_equal_scikit_learn(pairs):
     outputs, targets = torch.tensor(pairs, dtype=torch.float32).T / 3
     p, y = outputs.double().numpy(), targets.double().numpy()
     assert metrics.mae(outputs, targets) == pytest.approx(sklearn_metrics.mean_absolute_error(y, p))

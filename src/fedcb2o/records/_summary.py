@@ -1,7 +1,7 @@
 """Summaries of records: final scores per seed, and selected rounds."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -69,16 +69,16 @@ def last_round(table: pd.DataFrame) -> pd.DataFrame:
     return benign[benign["round"] == benign.seed.map(last)]
 
 
-def left_out(table: pd.DataFrame, custom_metrics: Sequence[str] = ()) -> list[str]:
-    """Describe the agents that means leave out, because their result is not finite."""
+def left_out(table: pd.DataFrame, custom_metrics: Iterable[str] = ()) -> list[str]:
+    """Describe the agents that means leave out, because they have no finite value."""
     notes = []
     for seed, last in last_round(table).groupby("seed"):
         for name in (*_LOSSES, *custom_metrics):
             count = last[name].isna().sum() if name in last else 0
             if 0 < count < len(last):
                 notes.append(
-                    f"seed {seed}: the mean of `{name}` leaves out {count} of {len(last)} agents,"
-                    " whose results are not finite"
+                    f"seed {seed}: the mean of `{name}` leaves out {count} of {len(last)} agents"
+                    " without a finite value"
                 )
     return notes
 
