@@ -15,6 +15,7 @@ import contextlib
 import difflib
 import functools
 import importlib
+import importlib.machinery
 import inspect
 import json
 import os
@@ -144,22 +145,20 @@ def resolve(kind: str, name: str | PluginFunction, namespace: types.ModuleType) 
 def _import_function(kind: str, name: str) -> PluginFunction:
     module_name, _, attribute = name.partition(":")
 
-    # A user's module is usually in the folder of the configuration.
-    folder = str(Path.cwd())
-    # The command `fedcb2o` starts with the folder of its script on the path, and not the current
-    # one.
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-
+    _search_first(Path.cwd(), again=False)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
         hint = ""
         if isinstance(error, ModuleNotFoundError):
-            hint = f". Modules are looked for in the current folder, {folder}, and on Python's path"
+            hint = (
+                ". Modules are looked for beside the configuration's file, in the current folder, "
+                f"{Path.cwd()}, and on Python's path"
+            )
         raise ConfigError(
             f"the {kind} `{name}` cannot be imported: {type(error).__name__}: {error}{hint}"
         ) from error
+    _check_origin(f"the {kind} `{name}`", module_name.partition(".")[0])
     try:
         function = functools.reduce(getattr, attribute.split("."), module)
     except AttributeError as error:
@@ -172,6 +171,42 @@ def _import_function(kind: str, name: str) -> PluginFunction:
             f"the {kind} `{name}` is of type {type(function).__name__}, not a function"
         )
     return function
+
+
+def find_modules_beside(configuration: Path) -> None:
+    """Look for modules in the folder of a configuration first, then in the current one."""
+    _search_first(Path.cwd(), again=False)
+    _search_first(configuration.parent.resolve(), again=True)
+
+
+def _search_first(folder: Path, *, again: bool) -> None:
+    """Put a folder at the start of Python's path; with `again` also if it is on it already.
+
+    The command `fedcb2o` starts with the folder of its script on the path, and not the current one.
+    """
+    entry = str(folder)
+    if entry in sys.path:
+        if not again:
+            return
+        sys.path.remove(entry)
+    sys.path.insert(0, entry)
+
+
+def _check_origin(where: str, module: str) -> None:
+    """Refuse a module of the same name as the one that Python's path leads to now.
+
+    Python imports a name once in a process, so that configurations of two folders, each with its
+    own `mine.py`, would silently share the first one.
+    """
+    imported = getattr(sys.modules.get(module), "__file__", None)
+    found = importlib.machinery.PathFinder.find_spec(module)
+    if imported is None or found is None or found.origin is None:
+        return
+    if Path(imported).resolve() != Path(found.origin).resolve():
+        raise ConfigError(
+            f"{where} is in {found.origin}, but this process has imported {imported} under the "
+            "same name: rename one of them, or use another process"
+        )
 
 
 def wrap_user_function(kind: str, name: str, function: PluginFunction) -> PluginFunction:

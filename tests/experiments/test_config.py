@@ -1,6 +1,7 @@
 """Configurations: valid ones are read as intended, others give a one-line error with a cure."""
 
 import re
+import sys
 import tomllib
 from fractions import Fraction
 from pathlib import Path
@@ -408,10 +409,45 @@ def test_missing_keys_are_named():
 
 
 def test_a_consensus_step_above_1_is_refused():
-    table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo"})
+    table = tiny(training={"gamma": 0.2}, algorithm={"name": "fedcbo", "lambda1": 10.0})
     message = r"lambda1 \* gamma must be above 0 and at most 1, got 2: choose a smaller"
     with pytest.raises(ConfigError, match=message):
-        load({**table, "algorithm": {"name": "fedcbo"}})
+        load(table)
+
+
+@pytest.mark.parametrize(("gamma", "factor"), [(0.02, 0.2), (0.1, 1.0), (0.2, 1.0)])
+def test_a_consensus_step_is_10_gamma_and_at_most_1(gamma, factor):
+    table = tiny(training={"gamma": gamma})
+    algorithm = load({**table, "algorithm": {"name": "fedcbo"}}).algorithm.build()
+    assert algorithm.factor(gamma) == pytest.approx(factor)
+
+
+def test_modules_are_looked_for_beside_the_file(tmp_path, monkeypatch):
+    table = tiny(algorithm={"name": "fedcb2o", "criterion": "lab_part:criterion"})
+    for name in ("beside", "elsewhere"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "lab_part.py").write_text(f"def criterion(inputs):\n    '''{name}'''\n")
+        (folder / "lab.toml").write_text(tomli_w.dumps(table))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "lab_part", raising=False)
+
+    load(tmp_path / "beside/lab.toml")
+    assert sys.modules["lab_part"].criterion.__doc__ == "beside"
+    # The same name in another folder would silently be the function of the first.
+    message = "elsewhere/lab_part.py, but this process has imported .*beside/lab_part.py"
+    with pytest.raises(ConfigError, match=message):
+        load(tmp_path / "elsewhere/lab.toml")
+    del sys.modules["lab_part"]
+
+
+def test_a_recorded_configuration_imports_nothing_from_its_folder(tmp_path, monkeypatch):
+    table = tiny(algorithm={"name": "fedcb2o", "criterion": "other_part:criterion"})
+    (tmp_path / "other_part.py").write_text("raise SystemExit('imported')\n")
+    (tmp_path / "config.toml").write_text(tomli_w.dumps(table))
+    monkeypatch.setattr("sys.path", [*sys.path])
+    with pytest.raises(ConfigError, match="No module named 'other_part'"):
+        load(tmp_path / "config.toml")
 
 
 @pytest.mark.parametrize(

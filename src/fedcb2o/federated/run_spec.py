@@ -23,6 +23,8 @@ from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
 
 LinearKernel = Literal["torch", "onednn", "batched"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
+_LAMBDA1 = 10.0
+"""The drift towards the consensus point where nobody gives one (line 7)."""
 
 
 class Training(LocalUpdateKeys):
@@ -82,7 +84,7 @@ class Algorithm:
         select: Peer selection (line 1).
         weigh: The criterion and its weights, or a rule (lines 5 and 6).
         needs_losses: Validation losses are computed (line 3).
-        lambda1: Drift towards the consensus point (line 7).
+        lambda1: Drift towards the consensus point (line 7); None for 10 or 1 / gamma, the smaller.
         mixing_factor: Replaces lambda1 * gamma; None for the product.
         own_candidate: An agent may sample itself.
         kappa: kappa in the update of the likelihoods (line 4).
@@ -98,7 +100,7 @@ class Algorithm:
     select: Select
     weigh: Weighing
     needs_losses: bool
-    lambda1: float
+    lambda1: float | None
     mixing_factor: float | None
     own_candidate: bool = False
     kappa: float = 2.0
@@ -143,7 +145,9 @@ class Algorithm:
 
     def factor(self, gamma: float) -> float:
         """Return the share of the consensus point in the new model (eq:local_agg_update)."""
-        return self.lambda1 * gamma if self.mixing_factor is None else self.mixing_factor
+        if self.mixing_factor is not None:
+            return self.mixing_factor
+        return min(_LAMBDA1 * gamma, 1.0) if self.lambda1 is None else self.lambda1 * gamma
 
 
 @dataclass(frozen=True, kw_only=True)

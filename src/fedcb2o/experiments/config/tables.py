@@ -92,6 +92,8 @@ def read_table(path: Path) -> dict[str, Any]:
     # A run or a grid of an earlier version has original names of plug-ins and parameters.
     if path.name in _RECORDED_FILES:
         table = records.current_settings(table)
+    else:  # the folder of a run may be another person's
+        plugins.find_modules_beside(path)
     if "name" not in table:
         table = {**_names_of_file(path), **table}
     return resolve_extends(table)

@@ -67,7 +67,7 @@ def fedcb2o(
     zeta: float = 0.5,
     first_contact: Literal["average", "whole"] = "average",
     own_likelihood: OwnLikelihood | None = None,
-    lambda1: float = 10.0,
+    lambda1: float | None = None,
     mixing_factor: float | Literal["lambda1*gamma"] = "lambda1*gamma",
 ) -> Algorithm:
     """Aggregate by the consensus point of a robustness criterion (FedCB2O, Algorithm 2).
@@ -100,7 +100,8 @@ def fedcb2o(
         own_likelihood: Rounds in which P_n^{j,j}, the agent's likelihood of asking itself, is
             updated: "sampled", the default, those in which it samples itself; "every_round", as in
             the released code.
-        lambda1: lambda1, the drift towards the consensus point, above 0 (line 7).
+        lambda1: lambda1, the drift towards the consensus point, above 0 (line 7); None for 10, or
+            1 / gamma where that is smaller, so that no step goes beyond the consensus point.
         mixing_factor: Factor in eq:local_agg_update, above 0 and at most 1; by default
             lambda1 * gamma.
 
@@ -114,7 +115,8 @@ def fedcb2o(
     require("alpha", alpha, alpha >= 0, "0 or more")
     require("kappa", kappa, kappa >= 0, "0 or more")
     require("zeta", zeta, 0 < zeta <= 1, "above 0 and at most 1")
-    require("lambda1", lambda1, lambda1 > 0, "above 0")
+    if lambda1 is not None:
+        require("lambda1", lambda1, lambda1 > 0, "above 0")
     require("criterion_from_round", criterion_from_round, criterion_from_round >= 0, "0 or more")
 
     robust = plugins.resolve_and_bind("criterion", criterion, criteria)
