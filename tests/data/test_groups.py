@@ -50,7 +50,7 @@ def test_whole_groups_are_held_out():
 
 def test_the_last_samples_are_held_out():
     time = np.random.default_rng(1).permutation(N)
-    pool, test = split(dataset(X, Y, time=time, test_share=0.25))
+    _, test = split(dataset(X, Y, time=time, test_share=0.25))
     assert sorted(time[test]) == list(range(45, 60))
     # of each owner; dates are times
     dates = pd.Timestamp("2020-01-01", tz="UTC") + pd.to_timedelta(time, unit="h")
