@@ -32,14 +32,18 @@ DISC = NonlinearConstraint(lambda x: x @ x, -np.inf, 1.0)
 
 
 def test_violations_by_hand():
-    """The disc is violated by 0, 3 and 1. The scale is the lower median of the positive ones, 1."""
-    assert violation(DISC, [[0, 0.5], [0, 2], [1, 1]]) == [0, 3, 1]
+    """The disc is violated by 0, 3 and 1. The scale is the lower median of the positive ones, 1.
+
+    L is the sum of squares.
+    """
+    assert violation(DISC, [[0, 0.5], [0, 2], [1, 1]]) == [0, 9, 1]
     ring = NonlinearConstraint(lambda x: x @ x, 1.0, 4.0)
-    assert violation(ring, [[0, 0], [0, 1.5], [0, 3], [0, 3]]) == [0.2, 0, 1, 1]
+    values = violation(ring, [[0, 0], [0, 1.5], [0, 3], [0, 3]])
+    assert values == pytest.approx([0.04, 0, 1, 1])
     at_least = {"type": "ineq", "fun": lambda x, a: x[0] - a, "args": (1.0,)}
-    assert violation(at_least, [[0, 0], [1, 0], [-1, 0], [3, 0]]) == [1, 0, 2, 0]
+    assert violation(at_least, [[0, 0], [1, 0], [-1, 0], [3, 0]]) == [1, 0, 4, 0]
     plane = LinearConstraint([[1, 1], [1, -1]], [-np.inf, 0], [1, np.inf])
-    assert violation(plane, [[1, 1], [1, 0], [0, 1], [0, 4]]) == [1, 0, 1, 3 + 4]
+    assert violation(plane, [[1, 1], [1, 0], [0, 1], [0, 4]]) == [1, 0, 1, 9 + 16]
     box = optimize.Bounds([0, 0], [1, 1])
     assert violation(box, [[0.5, 0.5], [2, 0.5], [0.5, -4], [0.5, -4]]) == [0, 1, 1, 1]
 
@@ -47,7 +51,7 @@ def test_violations_by_hand():
 def test_an_equality_is_met_within_the_tolerance():
     line = {"type": "eq", "fun": lambda x: x[0]}
     points = [[0.0], [0.05], [1.0], [1.0], [-1.0]]
-    assert violation(line, points, tol=0.1) == pytest.approx([0, 0, 0.9, 0.9, 0.9])
+    assert violation(line, points, tol=0.1) == pytest.approx([0, 0, 0.81, 0.81, 0.81])
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e6])
@@ -71,7 +75,7 @@ def test_each_run_has_its_own_scale():
     constraints = Constraints(parse_constraints(DISC))
     x = double([[[0, 2], [0, 1]], [[0, 3], [0, 1]]])
     assert constraints(x).tolist() == [[1, 0], [1, 0]]
-    assert constraints.for_runs(torch.tensor([1]))(x[1:] / 1.5).tolist() == [[3 / 8, 0]]
+    assert constraints.for_runs(torch.tensor([1]))(x[1:] / 1.5).tolist() == [[9 / 64, 0]]
 
 
 def test_constraints_come_before_the_lower_objective():
@@ -150,10 +154,10 @@ def test_each_run_equals_the_run_of_its_seed():
         assert single.constr_violation == batch.constr_violation[run]
 
 
-def test_polish_keeps_the_scale_of_each_run():
+def test_local_searches_keep_the_scale_of_each_run():
     settings = {"dim": 2, "bounds": BOX, "constraints": KNOWN["two"][1], "maxfev": 300}
-    many = minimize(distance, runs=3, polish=True, **settings)
-    single = minimize(distance, seed=2, polish=True, **settings)
+    many = minimize(distance, runs=3, finish=True, **settings)
+    single = minimize(distance, seed=2, finish=True, **settings)
     assert torch.equal(many.x[2], single.x)
     assert (many.fun <= minimize(distance, runs=3, **settings).fun).all()
 

@@ -268,7 +268,7 @@ def test_a_function_is_probed_only_before_the_first_step():
         shapes.append(x.shape)
         return x[0] ** 2 + x[1] ** 2
 
-    minimize(one_point, dim=2, num_particles=10, maxiter=2)
+    minimize(one_point, dim=2, num_particles=10, maxiter=2, finish=False)
     points = [shape for shape in shapes if shape == (2,)]
     assert len(shapes) - len(points) == 2  # as a tensor and as an array of many points
     assert len(points) == 3 * 10 + 1

@@ -25,14 +25,16 @@ from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import ConsensusParams, Values
 from fedcb2o.particles.hopping import Hopper, default_num_particles
-from fedcb2o.particles.initialisation import Start
-from fedcb2o.particles.system import Ensembles, Evaluation, System
+from fedcb2o.particles.initialisation import Start, Stop
+from fedcb2o.particles.local_search import MAX_DIM, search_locally
+from fedcb2o.particles.system import Cluster, Ensembles, Evaluation, System
 
-_NUM_AGREEING = 2  # independent ensembles behind a success
-_NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
 _EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
 _PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
 _NUM_CANDIDATES = 3  # ends whose points are judged again if the best one is not confirmed
+_SEARCH_LENGTH = 60  # evaluations of a local search, over d + 1
+_CONFIRMABLE = 160  # budget from which candidates are judged again
+_NUM_RUNNERS_UP = 5
 _CONFIRMED = 1e-6  # relative difference of two evaluations of a point that counts as rounding
 _BARRED_MESSAGE = (
     "L is smaller at points where G is infinite, so x does not minimise L: if these points are"
@@ -63,8 +65,8 @@ class Adaptive:
 
     # Hopping has no time of its own. Adversaries and the history need one.
     dt: ClassVar[float] = 0.1
-    num_final: ClassVar[int] = 2 + 2 * _NUM_CANDIDATES  # evaluations after the last step
     needs_gradient: ClassVar[bool] = False
+    keeps_x0: ClassVar[bool] = True
     can_split: ClassVar[bool] = False  # particles at one point stay together
 
     def __post_init__(self) -> None:
@@ -108,6 +110,9 @@ class Adaptive:
                     precision=_PRECISION[start.theta.dtype],
                     xtol=self.xtol or 0.0,
                     budget=float(maxfev or math.inf),
+                    can_search=start.finish and _is_searchable(system.clusters[0], len(low)),
+                    has_first=start.has_first,
+                    is_exact=isinstance(system.clusters[0].lower, Constraints),
                 )
             )
         return dataclasses.replace(start.ensembles(), memory=tuple(hoppers)), ()
@@ -140,13 +145,45 @@ class Adaptive:
             # Adversaries see the consensus point of the paper's default parameters.
             ConsensusParams(alpha=1000.0, beta=0.1, delta_q=self.delta_q),
             check_writes=check_writes,
-            may_end=any(_agrees(hopper) for hopper in state.memory),
+            may_end=any(hopper.is_trusted for hopper in state.memory),
         )
         return system.count(state, values), info
 
     def terminate(self, state: Ensembles, spread: Tensor) -> Tensor:
-        """Return whether independent ensembles of each run [runs] agree on the best end."""
-        return torch.tensor([_agrees(hopper) for hopper in state.memory])
+        """Return whether the best end of each run [runs] is trusted."""
+        return torch.tensor([hopper.is_trusted for hopper in state.memory])
+
+    def refine(
+        self, system: System, state: Ensembles, info: Evaluation, may_search: bool
+    ) -> EvaluationSteps[Evaluation]:
+        """Run the local searches that the ensembles ask for, and use the rest of a budget."""
+        (cluster,) = system.clusters
+        for run, hopper in enumerate(state.memory):
+            dim = len(hopper.width)
+            lower = cluster.lower
+            if isinstance(lower, Constraints):
+                lower = lower.for_runs(state.runs[run : run + 1])
+            request = EvaluationRequest(state.theta, lower, cluster.upper, system.flat)
+            # 1. A local search.
+            first, hopper.search_from = hopper.search_from, None
+            left = _num_left(hopper, state)
+            limit = int(min(_SEARCH_LENGTH * (dim + 1), left))
+            if first is not None and limit > dim + 1 and may_search:
+                box = (hopper.low, hopper.low + hopper.width)
+                found = yield from search_locally(
+                    request, first, *box, hopper.walls, limit, hopper.rival
+                )
+                hopper.add_search(found)
+                info = dataclasses.replace(info, may_end=info.may_end or hopper.is_trusted)
+            # 2. A step of fewer particles than an ensemble has, the last one.
+            left = _num_left(hopper, state)
+            if 0 < left < system.evaluation_cost() and not system.adversaries:
+                points = hopper.points()[: int(left)]
+                theta = torch.from_numpy(points).to(state.theta)[None]
+                values = yield dataclasses.replace(request, theta=theta)
+                upper = None if values.upper is None else _to_array(values.upper[0])
+                hopper.add_rest(points, _to_array(values.lower[0]), upper)
+        return info
 
     def step(self, system: System, state: Ensembles, info: Evaluation) -> Ensembles:
         """Draw the particles of the next step."""
@@ -157,8 +194,8 @@ class Adaptive:
         """Return further fields of all active runs.
 
         They are the best points `x`, their recorded values `judged`, further `candidates`,
-        consensus points, the numbers of agreeing, of needed and of all ended ensembles, and whether
-        L is less at a point where G is infinite (`barred`).
+        consensus points, the numbers behind a success (`_evidence`), other ends, and whether L is
+        less at a point where G is infinite (`barred`).
         """
         rows: list[tuple[Any, ...]] = []
         barred = []
@@ -179,10 +216,13 @@ class Adaptive:
             "candidates": torch.from_numpy(candidates).to(like),
             "consensus": torch.from_numpy(m).to(like).unsqueeze(1),
             "spread": torch.from_numpy(spread).to(like),
-            "agreeing": torch.tensor([_num_agreeing(hopper) for hopper in state.memory]),
-            "needed": torch.tensor([_num_needed(hopper) for hopper in state.memory]),
+            "evidence": torch.tensor([_evidence(hopper) for hopper in state.memory]),
+            "runners_up": torch.stack([_runners_up(hopper) for hopper in state.memory]),
             "barred": torch.tensor(barred),
-            "ensembles": torch.tensor([len(hopper.ends) for hopper in state.memory]),
+            "is_confirmable": torch.tensor(
+                [hopper.budget >= _CONFIRMABLE for hopper in state.memory]
+            ),
+            "extra": torch.tensor([hopper.extra for hopper in state.memory]),
         }
 
     def confirm_(
@@ -198,7 +238,7 @@ class Adaptive:
         judged = final["judged"].to(x.device)
         second = _stack(at_x[0])[:, 0]
         differs = (second - judged).abs() > _CONFIRMED * (1 + judged.abs())
-        if not differs.any():
+        if not differs.any() or not final["is_confirmable"].all():
             return False
 
         candidates = final["candidates"]
@@ -215,35 +255,38 @@ class Adaptive:
         return True
 
     def judge(
-        self, final: dict[str, Tensor], at_x: list[Values], start: Start, reason: str
-    ) -> EvaluationSteps[tuple[Tensor, list[str]]]:
-        """Return whether each run succeeded [runs], and the messages.
+        self, final: dict[str, Tensor], at_x: list[Values], start: Start, stops: list[Stop]
+    ) -> EvaluationSteps[tuple[Tensor, list[Stop]]]:
+        """Return whether each run succeeded [runs], and why it ended.
 
-        The number of ensembles that agree on x decides, and the constraints.
+        The searches that agree on x decide, the uniform points, and the constraints.
         """
         yield from ()
         lower = at_x[0].lower[:, 0]
         level = start.system.clusters[0].lower
-        is_met = torch.ones(len(final["agreeing"]), dtype=torch.bool)
+        is_met = torch.ones(len(final["evidence"]), dtype=torch.bool)
         if isinstance(level, Constraints) and level.inner is None:
             is_met = (lower == 0).cpu()
         # Noise may exclude x in the second evaluation.
         is_met &= lower.isfinite().cpu()
         success = final["success"] & is_met & ~final["barred"]
-        messages = []
-        stop = reason or "the ensembles agreed"
+        reasons = []
         for run, succeeded in enumerate(success.tolist()):
-            count = int(final["agreeing"][run])
-            total = int(final["ensembles"][run])
-            message = f"{count} of {total} independent ensembles ended at x"
+            count, needed, total, scouts, needed_scouts = final["evidence"][run].tolist()
+            message = f"{count} of {total} independent searches ended at x"
+            reason = Stop("success", message)
             if not succeeded:
-                message = f"{stop}: {message}, and {int(final['needed'][run])} are needed"
+                lacking = f"{message}, and {needed} are needed"
+                if count >= needed and scouts < needed_scouts:
+                    lacking = f"{message}, after {scouts} of {needed_scouts} uniform points"
+                reason = Stop(stops[run].code, f"{stops[run].text}: {lacking}")
             if not is_met[run]:
-                message = f"{stop}: no point meets the constraints"
+                text = f"{stops[run].text or message}: no point meets the constraints"
+                reason = Stop("infeasible", text)
             elif final["barred"][run]:
-                message = _BARRED_MESSAGE
-            messages.append(message)
-        return success, messages
+                reason = Stop("barred", _BARRED_MESSAGE)
+            reasons.append(reason)
+        return success, reasons
 
 
 def _stack(values: Values) -> Tensor:
@@ -254,19 +297,48 @@ def _stack(values: Values) -> Tensor:
     return torch.stack([lower, values.upper.double()], -1)
 
 
-def _num_needed(hopper: Hopper) -> int:
-    """Return the number of agreeing ensembles behind a success."""
-    return _NUM_AGREEING if hopper.has_upper else _NUM_AGREEING_WITHOUT_G
+def _num_left(hopper: Hopper, state: Ensembles) -> float:
+    """Return the evaluations that a run may still use before those of its end."""
+    return hopper.budget - state.num_evaluated - hopper.extra - num_final(hopper.budget)
 
 
-def _num_agreeing(hopper: Hopper) -> int:
-    if len(hopper.ends) < _NUM_AGREEING:
-        return 0
-    return hopper.num_agreeing(hopper.ranked_ends()[0])
+def num_final(budget: float) -> int:
+    """Return the evaluations after the last step: of x, and of candidates and the new x."""
+    return 1 if budget < _CONFIRMABLE else 2 + 2 * _NUM_CANDIDATES
 
 
-def _agrees(hopper: Hopper) -> bool:
-    return _num_agreeing(hopper) >= _num_needed(hopper)
+def best_values(state: Ensembles) -> Tensor:
+    """Return L and G [runs, 1, 2] of the best ends; without G, L twice."""
+    bests = [hopper.best for hopper in state.memory]
+    values = [
+        [end.lower if hopper.has_upper else end.upper, end.upper]
+        for end, hopper in zip(bests, state.memory, strict=True)
+    ]
+    return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
+
+
+def _evidence(hopper: Hopper) -> list[int]:
+    """Return the searches that ended at x, those needed, all, and the uniform points and needed."""
+    ended = hopper.num_agreeing(hopper.best) if hopper.ends else 0
+    counts = [ended, hopper.num_needed, len(hopper.ends)]
+    return [*counts, hopper.num_scouts, hopper.num_scouts_needed]
+
+
+def _runners_up(hopper: Hopper) -> Tensor:
+    """Return up to five other ends with L, G and the searches that ended there [5, d + 3]."""
+    rows = np.full((_NUM_RUNNERS_UP, len(hopper.width) + 3), np.nan)
+    for row, (end, count) in zip(rows, hopper.distinct_ends()[1:], strict=False):
+        row[:] = [*end.x, end.lower if hopper.has_upper else end.upper, end.upper, count]
+    return torch.from_numpy(rows)
+
+
+def _is_searchable(cluster: Cluster, dim: int) -> bool:
+    """Return whether the objectives have a form for local searches."""
+    if dim > MAX_DIM:
+        return False
+    if cluster.upper is None:
+        return True
+    return isinstance(cluster.lower, Constraints) and cluster.lower.inner is None
 
 
 def _to_array(values: Tensor) -> np.ndarray:

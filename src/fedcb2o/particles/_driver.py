@@ -22,9 +22,18 @@ import torch
 from torch import Tensor
 
 from fedcb2o.particles import settings
+from fedcb2o.particles._adaptive import Adaptive, best_values, num_final
 from fedcb2o.particles.ask_tell import EvaluationSteps
-from fedcb2o.particles.initialisation import Start
-from fedcb2o.particles.result import Dynamics, Result, build_result, count_points, finish_runs
+from fedcb2o.particles.initialisation import Start, Stop
+from fedcb2o.particles.result import (
+    Dynamics,
+    Record,
+    Result,
+    build_result,
+    count_points,
+    finish_runs,
+    least_values,
+)
 from fedcb2o.particles.state import State, callback_requests_stop
 from fedcb2o.particles.system import Ensembles, Evaluation, System
 
@@ -60,7 +69,6 @@ def drive(
     limits: Limits,
     *,
     callback: Callable[[State], Any] | None,
-    polish: bool,
 ) -> EvaluationSteps[Result]:
     """Take steps until all runs have ended, and return the result."""
     system = start.system
@@ -68,71 +76,110 @@ def drive(
     state, notes = dynamics.init(start, maxfev)
     _keep_freed_memory()
     started = time.monotonic()
-    records: list[tuple[int, Tensor, Tensor, Tensor]] = []
+    records: list[Record] = []
     ends: list[dict[str, Tensor]] = []
-    for n in itertools.count():
-        # 1. Ask for values, and find the consensus points.
-        is_late = time.monotonic() - started > limits.time_limit
-        is_recorded = is_late or n == maxiter or n % limits.record_every == 0
-        # Copies for the check of writes cost memory and time, so that only some steps have them.
-        values = []
-        for request in dynamics.ask(system, state, is_recorded):
-            values.append((yield request))
-        state, info = dynamics.tell(system, state, values, is_recorded)
-        if n == 0 and not start.is_fixed:
-            _warn_of_constants(info)
+    stops: list[Stop] = [Stop("success", "")]
+    info: Evaluation | None = None
+    try:
+        for n in itertools.count():
+            # 1. Ask for values, and find the consensus points.
+            is_late = time.monotonic() - started > limits.time_limit
+            is_recorded = is_late or n == maxiter or n % limits.record_every == 0
+            # Copies for the check of writes cost memory and time, so that only some steps have
+            # them.
+            values = []
+            for request in dynamics.ask(system, state, is_recorded):
+                values.append((yield request))
+            state, info = dynamics.tell(system, state, values, is_recorded)
+            if isinstance(dynamics, Adaptive):
+                info = yield from dynamics.refine(system, state, info, n != maxiter)
+            if n == 0 and not start.is_fixed:
+                _warn_of_constants(info)
 
-        # 2. Look for a reason to stop all runs.
-        reason = ""
-        if n == maxiter:
-            reason = f"maxiter = {maxiter} steps were taken"
-        elif is_late:
-            reason = f"the time limit of {limits.time_limit:g} s passed"
-        if callback is not None and callback_requests_stop(
-            callback, start.shape, system, state, info, dynamics.dt
-        ):
-            is_recorded = True
-            reason = "the callback stopped the run"
-        if maxfev is not None and not reason:
-            cost = _next_cost(system, state, dynamics, is_recorded)
-            if state.num_evaluated + cost > maxfev:
+            # 2. Look for a reason to stop all runs, or those whose evaluations are spent.
+            stop = None
+            if n == maxiter:
+                stop = Stop("maxiter", f"maxiter = {maxiter} steps were taken")
+            elif is_late:
+                stop = Stop("time_limit", f"the time limit of {limits.time_limit:g} s passed")
+            if callback is not None and callback_requests_stop(
+                callback, start.shape, system, state, info, dynamics.dt
+            ):
                 is_recorded = True
-                reason = f"another step would evaluate more than maxfev = {maxfev} particles"
+                stop = Stop("callback", "the callback stopped the run")
+            is_spent = None
+            if maxfev is not None and not stop:
+                is_spent = _is_spent(system, state, dynamics, is_recorded, maxfev)
+                is_recorded |= bool(is_spent.any())
 
-        # 3. Record the spread, and end the runs that agree.
-        if is_recorded or info.may_end:
-            # A record is of the whole ensemble, so that records do not depend on the batch.
-            whole = info
-            if state.batch is not None:
-                state, whole = yield from _evaluate_whole(system, state, dynamics, info)
-            spread = system.spread(state.theta, whole.m)
-            records.append((n, state.runs, whole.m, spread))
-            agreed = dynamics.terminate(state, spread)
-            ending = torch.ones_like(agreed) if reason else agreed
-            if ending.any():
-                fields = dynamics.fields(state)
-                ends.append(finish_runs(system, state, whole.m, spread, agreed, ending, fields))
-                if ending.all():
-                    break
-                # Runs that have ended cost nothing from here on.
-                kept = (~ending).nonzero().squeeze(1)
-                state = state.for_runs(kept)
-                info = info.for_runs(kept)
+            # 3. Record the spread, and end the runs that agree.
+            if is_recorded or info.may_end:
+                # A record is of the whole ensemble, so that records do not depend on the batch.
+                whole = info
+                if state.batch is not None:
+                    state, whole = yield from _evaluate_whole(system, state, dynamics, info)
+                spread = system.spread(state.theta, whole.m)
+                best = best_values(state) if state.memory else least_values(system, whole)
+                records.append(Record(n, state.runs, whole.m, spread, best))
+                agreed = dynamics.terminate(state, spread)
+                ending = agreed
+                if stop:
+                    ending = torch.ones_like(agreed)
+                elif is_spent is not None:
+                    ending = agreed | is_spent
+                    stop = Stop(
+                        "maxfev",
+                        f"another step would evaluate more than maxfev = {maxfev} particles",
+                    )
+                if ending.any():
+                    stops.append(stop or stops[0])
+                    fields = {**dynamics.fields(state), "stop": _numbers(agreed, len(stops) - 1)}
+                    ends.append(finish_runs(system, state, whole.m, spread, agreed, ending, fields))
+                    if ending.all():
+                        break
+                    # Runs that have ended cost nothing from here on.
+                    kept = (~ending).nonzero().squeeze(1)
+                    state = state.for_runs(kept)
+                    info = info.for_runs(kept)
 
-        # 4. Take the step.
-        state = dynamics.step(system, state, info)
+            # 4. Take the step.
+            state = dynamics.step(system, state, info)
+    except KeyboardInterrupt:
+        if info is None:  # nothing is known yet
+            raise
+        stops.append(Stop("interrupted", "the run was interrupted"))
+        spread = system.spread(state.theta, info.m)
+        none = torch.zeros(len(state.runs), dtype=torch.bool)
+        fields = {**dynamics.fields(state), "stop": _numbers(none, len(stops) - 1)}
+        fields["is_confirmable"] = none
+        ends.append(finish_runs(system, state, info.m, spread, none, ~none, fields))
 
     steps = build_result(
         ends,
         records,
         start,
         dynamics,
-        reason=reason,
+        stops=stops,
         notes=notes,
         seconds=time.monotonic() - started,
-        polish=polish,
     )
     return (yield from count_points(steps))
+
+
+def _numbers(like: Tensor, value: int) -> Tensor:
+    return torch.full(like.shape, value, dtype=torch.long)
+
+
+def _is_spent(
+    system: System, state: Ensembles, dynamics: Dynamics, is_recorded: bool, maxfev: int
+) -> Tensor:
+    """Return whether another step of each run [runs] and its end would exceed `maxfev`."""
+    cost = system.evaluation_cost(state.batch)
+    if state.batch is not None:  # whole ensembles at a record and at the end
+        cost += (1 + is_recorded) * system.evaluation_cost()
+    cost += num_final(maxfev) if state.memory else len(system.clusters)
+    extra = [hopper.extra for hopper in state.memory] or [0] * len(state.runs)
+    return torch.tensor([state.num_evaluated + count + cost > maxfev for count in extra])
 
 
 def _evaluate_whole(
@@ -145,14 +192,6 @@ def _evaluate_whole(
         values.append((yield request))
     everyone, whole = dynamics.tell(system, everyone, values, info.check_writes)
     return dataclasses.replace(everyone, batch=state.batch), whole
-
-
-def _next_cost(system: System, state: Ensembles, dynamics: Dynamics, is_recorded: bool) -> int:
-    """Return the evaluations of another step and of the end of a run."""
-    cost = system.evaluation_cost(state.batch) + dynamics.num_final
-    if state.batch is not None:  # whole ensembles at a record and at the end
-        cost += (1 + is_recorded) * system.evaluation_cost()
-    return cost
 
 
 def _keep_freed_memory() -> None:

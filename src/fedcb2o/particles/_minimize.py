@@ -54,7 +54,7 @@ def minimize(
     dynamics: Paper | Adaptive | str | None = None,
     gradient: Objective | Sequence[Objective] | None = None,
     adversaries: Adversary | Sequence[Adversary] = (),
-    polish: bool = False,
+    finish: bool = True,
     maxiter: int | None = None,
     maxfev: int | None = None,
     constraint_tol: float = 1e-4,
@@ -102,7 +102,10 @@ def minimize(
             default "adaptive", and "paper" with several clusters.
         gradient: Gradient of L, [..., d] -> [..., d], or a sequence of K; by default autograd's.
         adversaries: Malicious particles, one `Adversary` or several.
-        polish: Whether a local search (SciPy's Nelder-Mead) improves x where L does not rise.
+        finish: Whether local searches by derivatives (SciPy's SLSQP, by finite differences) follow
+            promising points and ends of ensembles, of "adaptive" dynamics. They need an objective
+            without G, or constraints and one objective, and at most 100 coordinates. They end
+            where the functions are not smooth.
         maxiter: Largest number of steps; by default not limited, and 2000 of `Paper`.
         maxfev: Largest number of evaluated particles in each run. The first ensemble is always
             evaluated. By default 20,000 d if `maxiter` is None, and not limited of `Paper`.
@@ -136,10 +139,13 @@ def minimize(
     functions = _convert(lower, upper, gradient, args, constraints, constraint_tol, errors)
     place: Any = {"bounds": bounds, "x0": x0, "spread": spread, "initial": initial}
     size: Any = {"num_particles": num_particles, "runs": runs, "adversaries": adversaries}
-    start = start_runs(functions, dim, chosen, seed, **place, **size, dtype=dtype, device=device)
+    kind: Any = {"dtype": dtype, "device": device}
+    start = start_runs(
+        functions, dim, chosen, seed, **place, **size, **kind, maxfev=limits.maxfev, finish=finish
+    )
     if start.is_fixed and isinstance(chosen, Adaptive):
         chosen = _for_one_point(chosen)
-    return (yield from drive(start, chosen, limits, callback=callback, polish=polish))
+    return (yield from drive(start, chosen, limits, callback=callback))
 
 
 def resolve_dynamics(dynamics: Any, is_single: bool) -> Dynamics:

@@ -26,7 +26,7 @@ from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.boundary_check import is_boundary_consensus
 from fedcb2o.particles.capture_risk import CaptureWarning
 from fedcb2o.particles.dynamics import ConsensusParams, Values
-from fedcb2o.particles.initialisation import Start
+from fedcb2o.particles.initialisation import Start, Stop
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.system import Ensembles, Evaluation, System
 
@@ -86,7 +86,7 @@ class Paper:
     update: str = "batch"
     xtol: float = 1e-4
 
-    num_final: ClassVar[int] = 0  # evaluations after the last step, except that of x
+    keeps_x0: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         """Check the parameters, and convert them to plain numbers."""
@@ -197,12 +197,15 @@ class Paper:
         return False
 
     def judge(
-        self, final: dict[str, Tensor], at_x: list[Values], start: Start, reason: str
-    ) -> EvaluationSteps[tuple[Tensor, list[str]]]:
-        """Return whether each run succeeded [runs], and the messages."""
+        self, final: dict[str, Tensor], at_x: list[Values], start: Start, stops: list[Stop]
+    ) -> EvaluationSteps[tuple[Tensor, list[Stop]]]:
+        """Return whether each run succeeded [runs], and why it ended."""
         agreed = final["success"]
         success = agreed
         if agreed.any():
+            left = math.inf
+            if start.maxfev is not None:
+                left = start.maxfev - int(final["nfev"].max()) - len(start.system.clusters)
             at_boundary = yield from is_boundary_consensus(
                 final["x"],
                 at_x,
@@ -211,17 +214,18 @@ class Paper:
                 walls=start.system.bounds,
                 delta_q=self.delta_q,
                 flat=start.system.flat,
+                limit=left,
             )
             success = agreed & ~at_boundary.any(1).cpu()
-        messages = []
+        reasons = []
         for run, succeeded in enumerate(success.tolist()):
-            message = reason
+            reason = stops[run]
             if succeeded:
-                message = _CONSENSUS_MESSAGE.format(self.xtol)
+                reason = Stop("success", _CONSENSUS_MESSAGE.format(self.xtol))
             elif agreed[run]:
-                message = _BOUNDARY_MESSAGE
-            messages.append(message)
-        return success, messages
+                reason = Stop("boundary", _BOUNDARY_MESSAGE)
+            reasons.append(reason)
+        return success, reasons
 
     @functools.cached_property
     def _constant_params(self) -> ConsensusParams | None:

@@ -71,7 +71,8 @@ def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P
                 while True:
                     try:
                         values = request.evaluate()
-                    except Exception as error:  # the generator may tolerate a failing function
+                    # The generator may tolerate a failing function, and ends at Ctrl-C.
+                    except (Exception, KeyboardInterrupt) as error:
                         request = generator.throw(error)
                     else:
                         request = generator.send(values)

@@ -7,6 +7,7 @@ compared with points further out.
 
 import itertools
 import logging
+import math
 from collections.abc import Sequence
 
 import torch
@@ -34,13 +35,15 @@ def is_boundary_consensus(
     walls: tuple[Tensor, Tensor] | None,
     delta_q: float,
     flat: bool,
+    limit: float = math.inf,
 ) -> EvaluationSteps[Bool[Tensor, "r K"]]:
     """Find consensus points at the edge of the start region that improve outside.
 
     L improves where it falls. G improves where it falls and L rises by at most delta_q. A side with
     a bound is not an edge. Points where L or G fails count as no improvement, with a warning.
     `at_x` has the values at `x` for each cluster, `start` the smallest and largest coordinates of
-    the first ensemble, and `walls` the bounds of the particles, if there are any.
+    the first ensemble, and `walls` the bounds of the particles, if there are any. If the
+    comparison needs more than `limit` evaluations, a point at the edge counts as one to improve.
     """
     low, high = (side.unsqueeze(1) for side in start)
     middle = (low + high) / 2
@@ -61,6 +64,9 @@ def is_boundary_consensus(
     single = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
     single.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
     steps = torch.cat([step, single], 2)
+
+    if len(clusters) * len(_STEP_SIZES) * steps.shape[2] > limit:
+        return at_edge.any(2)
 
     # 2. Compare the values there with those at the consensus point.
     is_logged = False

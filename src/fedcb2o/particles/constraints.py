@@ -1,4 +1,4 @@
-"""Constraints in SciPy's form as an objective L: the sum of their scaled violations.
+"""Constraints in SciPy's form as an objective L: the sum of their squared scaled violations.
 
 A constraint is low <= c(x) <= high for c: R^d -> R^m, an equality where low = high. The violation
 of a component is max(low - c, c - high, 0). L divides each component's violation by its median
@@ -9,7 +9,7 @@ Example:
     >>> disc = NonlinearConstraint(lambda point: point @ point, -np.inf, 1.0)
     >>> lower = Constraints(parse_constraints(disc))
     >>> lower(torch.tensor([[0.0, 0.5], [0.0, 2.0], [3.0, 1.0]])).tolist()
-    [0.0, 1.0, 3.0]
+    [0.0, 1.0, 9.0]
 """
 
 import copy
@@ -65,12 +65,14 @@ class Constraints:
 
     With an objective `inner` that is minimised among the feasible points, L is `inner` at feasible
     points. At all others it is the largest value of `inner` in the first ensemble plus the sum of
-    the scaled violations. `tol` is the violation up to which an equality is met, in units of its
-    typical violation.
+    the squared scaled violations. `tol` is the violation up to which an equality is met, in units
+    of its typical violation.
     """
 
     # Violations at the points of the latest call, [..., m] of each constraint.
     latest: list[Tensor]
+    # Scaled residuals at these points, at most 0 where all are met; an equality has two.
+    latest_residuals: Tensor
 
     @property
     def latest_violation(self) -> Tensor:
@@ -116,6 +118,7 @@ class Constraints:
         # 1. The violations, and their typical size at the first call.
         told = iter(measured)
         parts = []
+        offsets = []
         are_equal = []
         are_kept = []
         for item in self.items:
@@ -123,6 +126,7 @@ class Constraints:
             low = item.low.to(values)
             high = item.high.to(values)
             parts.append(torch.maximum(low - values, values - high))
+            offsets.append(values - low)
             are_equal.append((low == high).expand(values.shape[-1]))
             are_kept.append(item.keep_feasible.to(values.device).expand(values.shape[-1]))
         excess = torch.cat(parts, -1)
@@ -134,12 +138,17 @@ class Constraints:
                 finite = inner.where(inner.isfinite(), -torch.inf).amax(-1)
                 self._worst = finite.where(finite.isfinite(), 0.0).reshape(-1, 1)
 
-        # 2. The sum of the scaled violations.
-        scaled = excess.clamp(min=0) / _per_run(self._scale, excess)
+        # 2. The sum of the squared scaled violations.
+        scale = _per_run(self._scale, excess)
         self.latest = [part.clamp(min=0) for part in parts]
-        if is_equality.any():
-            scaled = torch.where(is_equality, (scaled - self.tol).clamp(min=0), scaled)
-        total = scaled.sum(-1)
+        residuals = torch.where(is_equality, excess / scale - self.tol, excess / scale)
+        scaled = residuals.clamp(min=0)
+        if is_equality.any():  # the distances from both sides have no kink
+            signed = (torch.cat(offsets, -1) / scale)[..., is_equality]
+            inner_part = residuals[..., ~is_equality]
+            residuals = torch.cat([inner_part, signed - self.tol, -signed - self.tol], -1)
+        self.latest_residuals = residuals
+        total = scaled.square().sum(-1)
         if self._worst is not None and inner is not None:
             total = torch.where(total > 0, _per_run(self._worst, inner) + total, inner)
         if is_kept.any():

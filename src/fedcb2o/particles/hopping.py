@@ -37,6 +37,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedcb2o.particles.cloud import Array, Cloud
+from fedcb2o.particles.local_search import Found
 from fedcb2o.rng import stream
 
 _START_FACTOR = 4  # particles of a restart's first ensemble, relative to the default number
@@ -49,10 +50,20 @@ _OVERSHOOT = (0.5, 1.5)  # length of the step of one particle to smaller L, over
 _LATE = 0.5  # share of the budget after which L alone counts for a while, if L has no interior yet
 _LAST = 0.9  # share after which it does to the end
 _ROUNDING = 1e-14  # relative difference of equal values of L
+_TIE = 1e-16  # difference of L that counts as equal, over the spread of L
 _CHALLENGE = 1e-3  # decrease of G that a challenge requires, over the spread of G
 _CHALLENGE_RADIUS = 0.03  # radius at which a challenge ends
 _FLAT = 1e-12  # relative range of the best values of recent generations that is rounding
 _MAX_FROZEN = 256  # steps of a frozen consensus point
+_NUM_AGREEING = 2
+_NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
+_SCOUTS_PER_DIM = 1000
+_MAX_FAILURES = 3  # local searches without success in a row, after which there are none
+_MAX_CANDIDATES = 6  # points of a step that are compared with their neighbours
+_MAX_ARCHIVE = 4096  # uniform points that candidates are compared with
+_FOCUS_STEP = 0.05  # first step size about a candidate, relative to the box
+_RIVAL = 1e-6  # difference of objectives that a local search may gain, over their spread
+_COARSE = 0.01  # radius at which a local search takes over
 _AGREEMENT = 1e-3  # distance of two ends that agree, relative to the box
 _INTERIOR = 1e3  # smallest distance of separate points with equal L, over the precision
 _L_TOLERANCE = 1e-6  # equal L of two ends, relative to the spread of L in the first ensemble
@@ -101,20 +112,38 @@ class Hopper:
         precision: float = 1e-8,
         xtol: float = 0.0,
         budget: float = math.inf,
+        can_search: bool = False,
+        has_first: bool = False,
+        is_exact: bool = False,
     ) -> None:
         """Start the first ensemble.
 
         `low` is the low end of their box [d]. `update` receives `num_malicious` further particles.
-        `precision` is the spread of a collapsed ensemble, relative to the box.
+        `precision` is the spread of a collapsed ensemble, relative to the box. With
+        `can_search` local searches may follow (`search_from`). `has_first` tells if the first
+        particle is a user's point, `is_exact` if every violation counts, however small.
         """
-        self._budget = budget
-        self._evaluated = 0
+        self.budget = budget
+        self.evaluated = 0
+        # Evaluations outside of the steps of all runs.
+        self.extra = 0
+        self._has_first = has_first
+        self._tie = 0.0 if is_exact else _TIE
+        self._failures = 0 if can_search else _MAX_FAILURES
+        # Point from which a local search shall start now.
+        self.search_from: Array | None = None
+        self._archive = np.zeros((0, len(low) + 2))
+        self.num_scouts = 0
+        self._num_candidates = 0
+        self._is_scouting = False
+        self._spent = [0, 0]
+        self.num_ensembles = 0
         self._late_generations = 5 + 3 * len(low)
-        self._low = low
+        self.low = low
         self.width = high - low
         self._is_free = self.width > 0
         self._n = n
-        self._walls = walls
+        self.walls = walls
         self._delta_q = delta_q
         self._num_malicious = num_malicious
         self._interior = _INTERIOR * precision * self.width
@@ -137,14 +166,11 @@ class Hopper:
 
     def points(self) -> Array:
         """Draw the particles [n, d] of the next step."""
-        shape = (self._n, len(self._low))
+        shape = (self._n, len(self.low))
         if self._has_ended:
-            # A frozen m for twice as many steps is an ensemble of twice the size with the same
-            # memory.
-            self._frozen = min(2 * self._frozen, _MAX_FROZEN)
             self._restart()
         if self._cloud is None:
-            return self._low + self.width * self._generator.uniform(size=shape)
+            return self.low + self.width * self._generator.uniform(size=shape)
         normals = self._generator.standard_normal((self._n, int(self._is_free.sum())))
         points = np.repeat(self.m[None], self._n, 0)
         points[:, self._is_free] += self._cloud.stretch(normals) * self.width[self._is_free]
@@ -153,8 +179,13 @@ class Hopper:
             points[0] = self.m
             if self._repair is not None and self._n > 1:
                 points[1] = self.m + self._generator.uniform(*_OVERSHOOT) * self._repair
-        if self._walls is not None:
-            points = points.clip(*self._walls)
+        if self.walls is not None:
+            if self._cloud.radius > _CHALLENGE_RADIUS:
+                # Many particles exactly at a wall would favour minimisers there.
+                low, high = self.walls
+                points = np.where(points < low, 2 * low - points, points)
+                points = np.where(points > high, 2 * high - points, points)
+            points = points.clip(*self.walls)
         return points
 
     def update(self, points: Array, lower: Array, upper: Array | None) -> None:
@@ -167,14 +198,15 @@ class Hopper:
             upper = lower
             lower = np.where(np.isfinite(upper), 0.0, np.inf)
         self._batches.append((points, lower, upper))
-        self._evaluated += len(points)
-        least = float(lower.min())
-        if least < self._least:
-            self._least = least
-            self._minimiser = points[lower.argmin()].copy()
-            self._is_attained = False
-        if self._cloud is None and least < math.inf:
+        self._count(points, lower)
+        if self._cloud is None and np.isfinite(lower).any():
             self._consider(points, lower, self._violation(lower), upper)
+            candidate = self._candidate(points, lower, upper)
+            if self.searches:
+                self.search_from = candidate
+            elif self._is_scouting and candidate is not None:
+                self._focus(candidate)
+                return
         if len(self._batches) < self._batches_needed:
             return
         points, lower, upper = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
@@ -185,14 +217,114 @@ class Hopper:
         if self._least < math.inf and not self._is_attained:
             tied = points[violation == 0]
             is_far = abs(tied - self._minimiser) > self._interior
-            if self._walls is not None:  # the corners of a box may tie
-                is_far &= (tied > self._walls[0]) & (tied < self._walls[1])
+            if self.walls is not None:  # the corners of a box may tie
+                is_far &= (tied > self.walls[0]) & (tied < self.walls[1])
             self._is_attained = bool(is_far.any())
 
-        if self._cloud is None:
+        if self._cloud is None and self._is_scouting:
+            self._has_ended = True
+        elif self._cloud is None:
             self._place(points, lower, violation, upper)
         else:
             self._hop(points, lower, violation, upper)
+
+    @property
+    def searches(self) -> bool:
+        """Return whether local searches have led to better points."""
+        return self._failures < _MAX_FAILURES
+
+    @property
+    def rival(self) -> float:
+        """Largest objective of the end of a local search that may be the best one."""
+        if not self.ends:
+            return math.inf
+        return self.best.upper + _RIVAL * self._upper_scale
+
+    def add_search(self, found: Found) -> None:
+        """Receive the end of a local search, and its evaluated points."""
+        lower, upper = found.lower, found.upper
+        lowers = found.lowers
+        if not self.has_upper:
+            lower = 0.0
+            lowers = np.where(np.isfinite(lowers), 0.0, np.inf)
+        self._count(found.points, lowers)
+        self.extra += len(found.points)
+        self._failures = 0 if found.is_settled else self._failures + 1
+        end = End(found.x, lower, upper, found.x, 0.0, found.is_settled)
+        if self._cloud is not None and not found.is_settled:
+            self._is_refined = True  # the ensemble goes on to its collapse
+            return
+        self.ends.append(end)
+        if self._cloud is not None:
+            self._end_ensemble()
+
+    def add_rest(self, points: Array, lower: Array, upper: Array | None) -> None:
+        """Receive points of a last step that is too short to move m."""
+        if upper is None:
+            upper = lower
+            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        self.extra += len(points)
+        self._count(points, lower)
+        if np.isfinite(lower).any():
+            self._consider(points, lower, self._violation(lower), upper)
+
+    def _count(self, points: Array, lower: Array) -> None:
+        """Count evaluated points, and keep the least L."""
+        self.evaluated += len(points)
+        self._spent[self._is_scouting] += len(points)
+        if len(lower) and float(lower.min()) < self._least:
+            self._least = float(lower.min())
+            self._minimiser = points[lower.argmin()].copy()
+            self._is_attained = False
+
+    def _candidate(self, points: Array, lower: Array, upper: Array) -> Array | None:
+        """Return the best of uniform points whose neighbours are all worse, or None.
+
+        Neighbours are in a cube that would hold 2 log N of the N uniform points (Rinnooy Kan and
+        Timmer, "Stochastic global optimization methods", 1987). Points count by L first, and in
+        every other call by G + w V, so that candidates come from different evidence.
+        """
+        self.num_scouts += len(points)
+        rows = np.column_stack(
+            [(points - self.low) / np.where(self._is_free, self.width, 1.0), lower, upper]
+        )
+        self._archive = np.concatenate([self._archive, rows])[-_MAX_ARCHIVE:]
+        cubes, lowers, uppers = self._archive[:, :-2], self._archive[:, -2], self._archive[:, -1]
+        violation = self._violation(lowers)
+        self._num_candidates += 1
+        order = np.lexsort((uppers, violation))
+        if self._num_candidates % 2 == 0:
+            order = np.lexsort((violation, self._merit(violation, uppers)))
+            if self._goal < math.inf:
+                order = self._challenge_order(violation, uppers)
+        rank = np.empty(len(order), dtype=int)
+        rank[order] = np.arange(len(order))
+        if self._has_first and self.evaluated == len(points):
+            return np.array(points[0])
+        count = len(order)
+        radius = 0.5 * min(1.0, 2 * math.log(count) / count) ** (1 / max(1, self._is_free.sum()))
+        newest = sorted(range(count - len(rows), count), key=rank.__getitem__)
+        for k in newest[:_MAX_CANDIDATES]:
+            better = cubes[order[: rank[k]]]
+            is_near = (abs(better - cubes[k]) <= radius).all(1)
+            if np.isfinite(violation[k]) and not is_near.any():
+                return np.array(points[k - count + len(rows)])
+        return None
+
+    def _focus(self, point: Array) -> None:
+        """Start an ensemble about a uniform point that is better than its neighbours."""
+        self.m = point
+        self._batches = []
+        self._batches_needed = 1
+        self._recent = []
+        self._goal = math.inf
+        self._is_near = False
+        generation = max(4, self._n + self._num_malicious)
+        self._cloud = Cloud(int(self._is_free.sum()), generation // 2, _FOCUS_STEP)
+
+    def _end_ensemble(self) -> None:
+        self._has_ended = True
+        self.num_ensembles += not self._is_scouting
 
     def ranked_ends(self) -> list[End]:
         """Return the ends in ascending order of L, and of G where L is equal.
@@ -209,8 +341,41 @@ class Hopper:
         least = min(end.lower for end in ends) + self._delta_q + tolerance
         return sorted(ends, key=lambda end: (max(0.0, end.lower - least), end.upper))
 
+    @property
+    def best(self) -> End:
+        """The best end, or the best point of the first ensemble before its end."""
+        return self.ranked_ends()[0]
+
+    @property
+    def num_needed(self) -> int:
+        """Searches behind a success that ended at one point."""
+        return _NUM_AGREEING if self.has_upper else _NUM_AGREEING_WITHOUT_G
+
+    @property
+    def num_scouts_needed(self) -> int:
+        """Uniform points behind a success: a basin of 1 / (200 d) of the box has five of them."""
+        return _SCOUTS_PER_DIM * len(self.width)
+
+    @property
+    def is_trusted(self) -> bool:
+        """Return whether searches agree, and uniform points led to no better end."""
+        if not self.num_ensembles or self.num_scouts < self.num_scouts_needed:
+            return False
+        return self.num_agreeing(self.best) >= self.num_needed
+
+    def distinct_ends(self) -> list[tuple[End, int]]:
+        """Return the ends at separate points, best first, with the searches that ended there."""
+        distinct: list[tuple[End, int]] = []
+        for end in self.ranked_ends():
+            is_far = all(
+                (abs(end.x - other.x) > _AGREEMENT * self.width).any() for other, _ in distinct
+            )
+            if is_far:
+                distinct.append((end, self.num_agreeing(end)))
+        return distinct
+
     def num_agreeing(self, best: End) -> int:
-        """Count the ensembles that ended at the same point."""
+        """Count the ensembles and local searches that ended at the same point."""
         nearest = _AGREEMENT * self.width
         return sum(
             end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends
@@ -230,18 +395,29 @@ class Hopper:
         return End(self._x, self._x_lower, self._x_upper, self.m, radius, settled)
 
     def _restart(self) -> None:
-        """Start a new ensemble in the box."""
+        """Start a new ensemble in the box, or draw scouts where they have had fewer points."""
+        self._is_refined = False
+        self._is_near = False
+        self._is_scouting = bool(self.ends) and (
+            self._spent[1] < self._spent[0] or self.num_agreeing(self.best) >= self.num_needed
+        )
+        # A frozen m for twice as many steps is an ensemble of twice the size with the same
+        # memory.
+        if self.num_ensembles and not self._is_scouting:
+            self._frozen = min(2 * self._frozen, _MAX_FROZEN)
         self._goal = math.inf  # G below which a challenge looks for the least L
         if self.ends and self.has_upper:
-            self._goal = self.ranked_ends()[0].upper - _CHALLENGE * self._upper_scale
+            self._goal = self.best.upper - _CHALLENGE * self._upper_scale
         self._cloud = None
         self._repair: Array | None = None
         self._batches = []
-        particles = _START_FACTOR * default_num_particles(len(self._low)) * self._frozen
+        particles = _START_FACTOR * default_num_particles(len(self.low)) * self._frozen
         self._batches_needed = max(1, round(particles / self._n))
+        if self._is_scouting:
+            self._batches_needed = 1
         self.count = self._batches_needed * self._n
         self._has_ended = False
-        self.m = self._low + self.width / 2
+        self.m = self.low + self.width / 2
         self._x = self.m
         self._x_lower = math.inf
         self._x_upper = math.inf
@@ -300,8 +476,12 @@ class Hopper:
             self._repair = self._newton_step(offsets, violation)
         self.m = self.m.copy()
         self.m[free] += cloud.update(offsets[half]) * self.width[free]
-        if self._walls is not None:
-            self.m = self.m.clip(*self._walls)
+        if self.walls is not None:
+            self.m = self.m.clip(*self.walls)
+        if cloud.radius <= _AGREEMENT and not self._is_near:
+            # w has changed since earlier points were judged.
+            self._is_near = True
+            self._x_lower = self._x_upper = math.inf
         # The challenge has found a region. From here L and G are balanced as in every other
         # ensemble.
         if self._is_challenging and cloud.radius <= _CHALLENGE_RADIUS:
@@ -314,9 +494,19 @@ class Hopper:
         count = round(10 + 30 * len(self.m) / len(points))
         recent = np.array(self._recent[-count:])
         is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
-        if cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
+        if self._is_hopeless(cloud):
+            self._end_ensemble()
+        elif cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
-            self._has_ended = True
+            self._end_ensemble()
+        elif self.searches and not self._is_refined and cloud.radius <= _COARSE:
+            self.search_from = self._x
+
+    def _is_hopeless(self, cloud: Cloud) -> bool:
+        """Return whether an ensemble about one point ends at a worse point than another one."""
+        if not self._is_scouting or cloud.radius > _AGREEMENT:
+            return False
+        return self.best.x is not self._x
 
     @property
     def _is_challenging(self) -> bool:
@@ -360,7 +550,7 @@ class Hopper:
         """Return whether L alone counts, as the budget ends without a set of minimisers."""
         if self._is_attained:
             return False
-        share = self._evaluated / self._budget
+        share = self.evaluated / self.budget
         return share > _LAST or (share > _LATE and self._late_generations > 0)
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
@@ -392,7 +582,7 @@ class Hopper:
 
     @property
     def _rounding(self) -> float:
-        return _ROUNDING * abs(self._least)
+        return _ROUNDING * abs(self._least) + self._tie * self._scale
 
 
 def _spread(values: Array) -> float:

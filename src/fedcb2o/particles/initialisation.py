@@ -10,7 +10,7 @@ import itertools
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -31,6 +31,13 @@ Seed = int | np.random.Generator | np.random.RandomState | torch.Generator | Non
 _Box = tuple[Tensor, Tensor]
 """Low and high ends, [d] each."""
 _DEFAULT_SPREAD = 3.0  # distance of the particles from their middle without bounds
+
+
+class Stop(NamedTuple):
+    """Reason of the end of a run, as a code for programs and as a text."""
+
+    code: str
+    text: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,6 +81,10 @@ class Start:
     extent: _Box
     # Whether the bounds leave a single point.
     is_fixed: bool
+    # Whether the first particle is x0, and local searches by derivatives are allowed.
+    has_first: bool = False
+    finish: bool = False
+    maxfev: int | None = None
 
     def ensembles(self) -> Ensembles:
         """Return the state before the first step."""
@@ -101,6 +112,10 @@ class _Dynamics(Protocol):
     def can_split(self) -> bool:
         """True if particles at one point may move apart."""
 
+    @property
+    def keeps_x0(self) -> bool:
+        """True if the first particle starts at x0 itself."""
+
 
 def start_runs(
     functions: tuple[Any, Any, Any],
@@ -117,6 +132,8 @@ def start_runs(
     adversaries: Adversary | Sequence[Adversary],
     dtype: torch.dtype,
     device: Any,
+    maxfev: int | None = None,
+    finish: bool = False,
 ) -> Start:
     """Draw the first ensembles of all runs.
 
@@ -140,6 +157,8 @@ def start_runs(
     # 2. Draw the particles.
     walls, box = build_box(bounds, initial, x0, spread, dim)
     default = dynamics.default_num_particles(len(box[0]))
+    if maxfev is not None:  # half of a small budget, with the evaluation of x
+        default = min(default, max(2, maxfev // 2))
     lower, upper, gradient = functions
     # A gradient that no term reads would cost a backward pass in each step.
     if not dynamics.needs_gradient:
@@ -157,6 +176,15 @@ def start_runs(
         raise ConfigError(
             "all particles start at one point, and agree before the first step: spread `initial`"
         )
+    total = theta.shape[1] * (1 if len(clusters) == 1 else len(clusters)) + len(clusters)
+    if maxfev is not None and total > maxfev:
+        raise ConfigError(
+            f"`maxfev` = {maxfev} is too small: the first ensemble and x need {total} evaluations;"
+            " take fewer particles by `num_particles`, or more evaluations"
+        )
+    has_first = x0 is not None and dynamics.keeps_x0
+    if has_first:
+        theta[:, 0] = _point("`x0`", x0, len(box[0])).to(theta)
     extent = theta[:, :num_benign].aminmax(dim=1)
     return Start(
         System(theta, clusters, groups, flat=single_run, bounds=walls),
@@ -166,6 +194,9 @@ def start_runs(
         None if initial is not None else box,
         (extent.min, extent.max),
         is_fixed,
+        has_first,
+        finish,
+        maxfev,
     )
 
 

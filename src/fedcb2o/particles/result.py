@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,16 +13,16 @@ from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
 from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import Values
-from fedcb2o.particles.initialisation import Start
-from fedcb2o.particles.polish import polish_points
-from fedcb2o.particles.system import Ensembles, System
+from fedcb2o.particles.initialisation import Start, Stop
+from fedcb2o.particles.system import Ensembles, Evaluation, System
 
 Dynamics = Paper | Adaptive
+_COLOURS = {"lower": "#0072B2", "upper": "#D55E00", "spread": "0.6"}
 
 
 @dataclasses.dataclass(frozen=True)
 class History:
-    """Consensus points and spreads at recorded steps.
+    """Consensus points, spreads and values at recorded steps.
 
     They are NaN after a run has stopped.
 
@@ -31,12 +31,41 @@ class History:
         t: Times n dt.
         x: Consensus points [records, ...].
         spread: Root mean squared distance of the ensemble from them.
+        lower: L of the best end so far; of "paper" dynamics, the least L of the ensemble.
+        upper: G at that point; L without G.
     """
 
     n: Tensor
     t: Tensor
     x: Tensor
     spread: Tensor
+    lower: Tensor
+    upper: Tensor
+
+
+class Record(NamedTuple):
+    """A step of the history, of the active runs."""
+
+    n: int
+    runs: Tensor
+    # Consensus points [runs, clusters, d].
+    m: Tensor
+    # Spreads [runs, clusters].
+    spread: Tensor
+    # L and G [runs, clusters, 2].
+    best: Tensor
+
+
+class RunnerUp(NamedTuple):
+    """The end of another search: a point [d] with L, G and the number of searches that end there.
+
+    Without G, `upper` is L.
+    """
+
+    x: Tensor
+    lower: float
+    upper: float
+    searches: int
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
@@ -51,12 +80,16 @@ class Result(Mapping[str, Any]):
         consensus: Consensus point of the best ensemble, [d].
         lower: L at x; with constraints, the sum of the scaled violations.
         upper: G at x, or None without G.
-        success: Whether x can be trusted: two independent ensembles (three without G) agree on x to
-            a thousandth of the box, x meets the constraints, and L is nowhere smaller with an
-            infinite G. For "paper" dynamics, whether the ensemble reached
+        success: Whether x can be trusted: two independent searches (three without G) ended at x, to
+            a thousandth of the box; 1,000 d uniform points in the box, and searches from the
+            promising ones, led to no better end; x meets the constraints; L is nowhere smaller with
+            an infinite G. For "paper" dynamics, whether the ensemble reached
             a consensus: its spread about x is at most `xtol`, and x is not at the edge of the start
             region with smaller L or G further out.
-        message: Reason of the stop, and why `success` is False.
+        status: "success", or why it is False: a limit "maxfev", "maxiter" or "time_limit", the
+            "callback", "interrupted" by Ctrl-C, "infeasible" without a point that meets the
+            constraints, "barred" by an infinite G, or at the "boundary" of the start region.
+        message: The same in words.
         nit: Number of steps.
         nfev: Number of points that L received, summed over clusters.
         excluded: Number of those with a NaN or infinite objective.
@@ -71,6 +104,9 @@ class Result(Mapping[str, Any]):
         constr_violation: Largest of these violations.
         seed: Seed of the run; `minimize(..., seed=result.seed[3])` repeats the fourth run alone.
         seconds: Wall time of all runs.
+        runners_up: Up to five other ends, best first, as tuples (x, lower, upper, searches) with
+            the number of searches that ended there; a list of lists with `runs`. Empty of "paper"
+            dynamics.
     """
 
     x: Tensor
@@ -78,6 +114,7 @@ class Result(Mapping[str, Any]):
     lower: Tensor
     upper: Tensor | None
     success: Any
+    status: Any
     message: Any
     nit: Any
     nfev: Any
@@ -92,6 +129,34 @@ class Result(Mapping[str, Any]):
     fun: Tensor
     constr: list[Tensor] | None = None
     constr_violation: Any = None
+    runners_up: list[Any] = dataclasses.field(default_factory=list)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draw L, G and the spread of the history on logarithmic axes.
+
+        Args:
+            ax: Axes of matplotlib; by default those of a new figure.
+
+        Returns:
+            The axes.
+        """
+        if ax is None:
+            from matplotlib.figure import Figure
+
+            ax = Figure(figsize=(5.0, 3.5), layout="constrained").subplots()
+        steps = self.history.n.numpy()
+        for name in ("lower", "upper", "spread"):
+            path = getattr(self.history, name).cpu().numpy().reshape(len(steps), -1)
+            if name != "upper" or self.upper is not None:
+                excess = path
+                if name != "spread":  # above the least value, as L and G may be negative
+                    excess = path - np.nanmin(path, initial=np.inf)
+                for k, column in enumerate(excess.T):
+                    ax.plot(steps, column, label=None if k else name, color=_COLOURS[name])
+        ax.set(xlabel="step", ylabel="above the least value; spread")
+        ax.set_yscale("symlog", linthresh=1e-10)
+        ax.legend()
+        return ax
 
     def __getitem__(self, name: str) -> Any:
         return vars(self)[name]
@@ -147,6 +212,17 @@ class Result(Mapping[str, Any]):
         return lines
 
 
+def least_values(system: System, info: Evaluation) -> Tensor:
+    """Return the least L of each cluster, and G there [runs, clusters, 2]; without G, L twice."""
+    pairs = []
+    for cluster, values in zip(system.clusters, info.values, strict=True):
+        lower = values.lower[:, cluster.rows]
+        least, rows = lower.min(1, keepdim=True)
+        upper = least if values.upper is None else values.upper[:, cluster.rows].gather(1, rows)
+        pairs.append(torch.cat([least, upper], 1))
+    return torch.stack(pairs, 1)
+
+
 def finish_runs(
     system: System,
     state: Ensembles,
@@ -172,31 +248,30 @@ def finish_runs(
     if not ending.all():
         tensors = {name: tensor[ending.to(tensor.device)] for name, tensor in tensors.items()}
     runs = state.runs[ending]
+    extra = tensors.pop("extra", 0)  # evaluations of the run outside of steps
     return {
         **tensors,
         "runs": runs,
         "success": agreed[ending],
         "nit": torch.full_like(runs, state.n),
-        "nfev": torch.full_like(runs, state.num_evaluated),
+        "nfev": torch.full_like(runs, state.num_evaluated) + extra,
         "excluded": state.excluded[ending],
     }
 
 
 def build_result(
     ends: list[dict[str, Tensor]],
-    records: list[tuple[int, Tensor, Tensor, Tensor]],
+    records: list[Record],
     start: Start,
     dynamics: Dynamics,
     *,
-    reason: str,
+    stops: list[Stop],
     notes: tuple[str, ...],
     seconds: float,
-    polish: bool,
 ) -> EvaluationSteps[Result]:
     """Combine the ended runs in their original order.
 
-    `ends` are results of `finish_runs`. Each of `records` has the step, runs, consensus points and
-    spreads. `reason` is that of runs without a consensus. `polish` improves x by a local search.
+    `ends` are results of `finish_runs`. `stops` are the reasons that the field "stop" counts.
     The generator's result is that of `minimize`.
     """
     # Runs end at different steps.
@@ -214,11 +289,6 @@ def build_result(
     at_x = yield from _evaluate_at(final["x"], system)
     if (yield from dynamics.confirm_(final, at_x, start)):
         at_x = yield from _evaluate_at(final["x"], system)
-    if polish:
-        final["x"], count = polish_points(final["x"], at_x, system, start.extent)
-        final["nfev"] = final["nfev"] + count
-        # The polished x has values of its own, so the objectives are evaluated anew.
-        at_x = yield from _evaluate_at(final["x"], system)
     x = final["x"]
     uppers = [values.upper for values in at_x if values.upper is not None]
     upper = shape.squeeze(torch.cat(uppers, 1)) if uppers else None
@@ -234,20 +304,33 @@ def build_result(
             fields["fun"] = upper
 
     # 2. Decide which runs succeeded.
-    success, messages = yield from dynamics.judge(final, at_x, start, reason)
+    run_stops = [stops[number] for number in final["stop"].tolist()]
+    success, reasons = yield from dynamics.judge(final, at_x, start, run_stops)
+    messages = [reason.text for reason in reasons]
+    statuses = [reason.code for reason in reasons]
 
     # 3. Assemble the history.
-    steps = torch.tensor([n for n, *_ in records])
+    steps = torch.tensor([record.n for record in records])
     path = x.new_full((len(records), *x.shape), torch.nan)
     spreads = path[..., 0].clone()
-    for row, (_, runs, m, spread) in enumerate(records):
+    best = spreads.unsqueeze(-1).repeat(1, 1, 1, 2)
+    for row, record in enumerate(records):
         recorded: Any = slice(None)
-        if len(runs) < len(start.seeds):
-            recorded = runs.to(x.device)
-        path[row, recorded] = m
-        spreads[row, recorded] = spread
-    t = steps * dynamics.dt
-    history = History(steps, t, shape.squeeze(path, 1, 2), shape.squeeze(spreads, 1, 2))
+        if len(record.runs) < len(start.seeds):
+            recorded = record.runs.to(x.device)
+        path[row, recorded] = record.m
+        spreads[row, recorded] = record.spread
+        best[row, recorded] = record.best.to(best)
+    columns = (path, spreads, *best.unbind(-1))
+    squeezed = (shape.squeeze(column, 1, 2) for column in columns)
+    history = History(steps, steps * dynamics.dt, *squeezed)
+
+    runners_up: list[Any] = [[] for _ in messages]
+    for run, rows in enumerate(final.get("runners_up", ())):
+        runners_up[run] = [
+            RunnerUp(row[:-3].to(x), float(row[-3]), float(row[-2]), int(row[-1]))
+            for row in rows[rows.isfinite().all(1)]
+        ]
 
     per_run = ("nit", "nfev", "excluded", "theta", "theta_m")
     return Result(
@@ -255,6 +338,7 @@ def build_result(
         consensus=shape.squeeze(final["consensus"]),
         **fields,
         success=shape.squeeze_runs(success),
+        status=statuses[0] if shape.single_run else statuses,
         message=messages[0] if shape.single_run else messages,
         spread=shape.squeeze(final["spread"]),
         **{name: shape.squeeze_runs(final[name]) for name in per_run},
@@ -262,6 +346,7 @@ def build_result(
         notes=notes,
         seed=start.seeds[0] if shape.single_run else start.seeds,
         seconds=seconds,
+        runners_up=runners_up[0] if shape.single_run else runners_up,
     )
 
 
@@ -277,7 +362,7 @@ def count_points(steps: EvaluationSteps[Result]) -> EvaluationSteps[Result]:
             count += request.theta.shape[1]
             try:
                 values = yield request
-            except Exception as error:
+            except (Exception, KeyboardInterrupt) as error:
                 request = steps.throw(error)
             else:
                 request = steps.send(values)

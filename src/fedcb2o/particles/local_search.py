@@ -1,0 +1,258 @@
+"""Local searches by derivatives, for smooth problems: SciPy's SLSQP by finite differences.
+
+A search asks for values like every other part of `minimize`. It has an objective without
+constraints, or with a `Constraints` as L. SLSQP runs in a thread of its own, because its functions
+must return; the values come from the generator's caller.
+
+Example:
+    >>> request = EvaluationRequest(torch.zeros(1, 1, 1), lambda x: (x[..., 0] - 0.1) ** 2, None)
+    >>> steps = search_locally(request, np.zeros(1), np.full(1, -1.0), np.full(1, 1.0), None, 50)
+    >>> asked = next(steps)
+    >>> try:
+    ...     while True:
+    ...         asked = steps.send(asked.evaluate())
+    ... except StopIteration as end:
+    ...     found = end.value
+    >>> (round(float(found.x[0]), 6), found.is_settled)
+    (0.1, True)
+"""
+
+import dataclasses
+import math
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from scipy import optimize
+
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.cloud import Array
+from fedcb2o.particles.constraints import Constraints
+
+MAX_DIM = 100  # coordinates up to which SLSQP's matrices are small
+_DIFFERENCE = 1.5e-8  # step of the finite differences, relative to the box
+_CENTRAL = 6e-6  # step of central differences
+_TOLERANCE = 1e-12  # of SLSQP, relative to the values
+_FARTHEST = 1e6  # distance at which a search without bounds ends, relative to the box
+_MAX_REPAIRS = 4  # steps back into the feasible set
+_NEARLY_ACTIVE = 1e-6  # scaled distance from a constraint that a repair keeps
+
+
+class Found(NamedTuple):
+    """The end of a local search, and all its evaluated points."""
+
+    x: Array
+    lower: float
+    upper: float
+    # Whether SLSQP converged, to a better point than the first one.
+    is_settled: bool
+    # All points [n, d] with L and G [n].
+    points: Array
+    lowers: Array
+    uppers: Array
+
+
+class _StopError(Exception):
+    """Signal to the thread: the budget is spent, or values are not finite."""
+
+
+_Ask = Callable[[Array], tuple[Array, Array]]
+
+
+def search_locally(
+    request: EvaluationRequest,
+    first: Array,
+    low: Array,
+    high: Array,
+    walls: tuple[Array, Array] | None,
+    limit: int,
+    rival: float = math.inf,
+) -> EvaluationSteps[Found]:
+    """Minimise from a point [d], with at most `limit` evaluations.
+
+    `request` has the objectives. `low` and `high` [d] are the box, whose widths are the units.
+    An end whose objective is at most `rival` is improved by central differences.
+    """
+    width = np.where(high > low, high - low, 1.0)
+    is_free = high > low
+    records: list[tuple[Array, Array, Array]] = []
+    questions: SimpleQueue[Any] = SimpleQueue()
+    answers: SimpleQueue[Any] = SimpleQueue()
+
+    def ask(offsets: Array) -> tuple[Array, Array]:
+        """Return the values [n] and scaled residuals [n, m] at offsets from `first`."""
+        if not abs(offsets).max(initial=0.0) < _FARTHEST:  # without a minimum, or NaN
+            raise _StopError
+        points = np.repeat(first[None], len(offsets), 0)
+        points[:, is_free] += offsets * width[is_free]
+        if walls is not None:
+            points = points.clip(*walls)
+        questions.put(points)
+        answer: tuple[Array, Array] | None = answers.get()
+        if answer is None:
+            raise _StopError
+        return answer
+
+    sides = [(None, None)] * int(is_free.sum())
+    if walls is not None:
+        ends = [(side - first)[is_free] / width[is_free] for side in walls]
+        sides = list(zip(*(end.tolist() for end in ends), strict=True))
+
+    def solve() -> None:
+        try:
+            questions.put(_solve(ask, sides, rival))
+        except _StopError:
+            questions.put(False)
+        except Exception as error:  # raised again in the caller's thread
+            questions.put(error)
+
+    thread = threading.Thread(target=solve, daemon=True)
+    thread.start()
+    try:
+        left = limit
+        while isinstance(question := questions.get(), np.ndarray):
+            if len(question) > left:
+                answers.put(None)
+                continue
+            left -= len(question)
+            theta = torch.from_numpy(question).to(request.theta)[None]
+            values = yield dataclasses.replace(request, theta=theta)
+            lower = values.lower[0].double().cpu().numpy().copy()
+            upper = lower
+            residuals = np.zeros((len(question), 0))
+            if values.upper is not None:
+                upper = values.upper[0].double().cpu().numpy().copy()
+                residuals = _residuals(request)
+            records.append((theta[0].double().cpu().numpy(), lower, upper))
+            is_finite = np.isfinite(upper).all() and np.isfinite(residuals).all()
+            answers.put((upper, residuals) if is_finite and np.isfinite(lower).all() else None)
+    finally:
+        answers.put(None)
+        thread.join()
+    if isinstance(question, Exception):
+        raise question
+    if not records:
+        inf = math.inf
+        empty = np.zeros(0)
+        return Found(first, inf, inf, False, np.zeros((0, len(first))), empty, empty)
+
+    points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
+    best = np.lexsort((uppers, lowers))[0]
+    is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])
+    end = (points[best], float(lowers[best]), float(uppers[best]))
+    return Found(*end, bool(question and is_better), points, lowers, uppers)
+
+
+def _residuals(request: EvaluationRequest) -> Array:
+    """Return the scaled residuals [n, m] of the constraints at the latest points."""
+    level = request.lower
+    assert isinstance(level, Constraints)
+    residuals = level.latest_residuals
+    return residuals.reshape(-1, residuals.shape[-1]).double().cpu().numpy().copy()
+
+
+def _solve(ask: _Ask, sides: list[Any], rival: float) -> bool:
+    """Run SLSQP, and repair its end. Return whether it converged.
+
+    An end that is not worse than `rival` is improved by central differences.
+    """
+    low, high = (
+        np.array([infinity if side[k] is None else side[k] for side in sides])
+        for k, infinity in ((0, -math.inf), (1, math.inf))
+    )
+    z = np.zeros(len(sides))
+    problem = _Differences(ask, low, high)
+    gradient, _ = problem.slope(z)
+    # The first step is a part of the box, whatever the unit of the objective.
+    scale = max(float(np.abs(gradient).max()), 1e-300)
+    constraints: Any = ()
+    if problem.at(z)[1].size:
+        constraints = {
+            "type": "ineq",
+            "fun": lambda z: -problem.at(z)[1],
+            "jac": lambda z: -problem.slope(z)[1],
+        }
+
+    def run(z: Array) -> Any:
+        return optimize.minimize(
+            lambda z: problem.at(z)[0] / scale,
+            z,
+            jac=lambda z: problem.slope(z)[0] / scale,
+            bounds=sides,
+            constraints=constraints,
+            method="SLSQP",
+            options={"ftol": _TOLERANCE, "maxiter": 30 + 10 * len(z)},
+        )
+
+    found = run(z)
+    z = found.x.clip(low, high)
+    if found.status == 0 and problem.at(z)[0] <= rival:
+        problem.is_central = True
+        scale = max(float(np.abs(problem.slope(z)[0]).max()), 1e-6 * scale)
+        z = run(z).x.clip(low, high)
+    if constraints:
+        _repair(z, problem)
+    return bool(found.status == 0)
+
+
+class _Differences:
+    """Values and finite differences of a problem, each evaluated once."""
+
+    def __init__(self, ask: _Ask, low: Array, high: Array) -> None:
+        self.low = low
+        self.high = high
+        self.is_central = False
+        self._ask = ask
+        self._memory: dict[bytes, tuple[float, Array]] = {}
+        self._slopes: dict[tuple[bytes, bool], tuple[Array, Array]] = {}
+
+    def at(self, z: Array) -> tuple[float, Array]:
+        """Return the objective and the residuals [m]."""
+        key = z.tobytes()
+        if key not in self._memory:
+            values, residuals = self._ask(z[None])
+            self._memory[key] = (float(values[0]), residuals[0])
+        return self._memory[key]
+
+    def slope(self, z: Array) -> tuple[Array, Array]:
+        """Return their gradients [d] and [m, d]."""
+        key = (z.tobytes(), self.is_central)
+        if key not in self._slopes:
+            value, residual = self.at(z)
+            step = (_CENTRAL if self.is_central else _DIFFERENCE) * np.maximum(1.0, abs(z))
+            ahead = np.where(z + step > self.high, -step, step)
+            points = z + np.diag(ahead)
+            if self.is_central:  # one-sided at a wall
+                points = np.concatenate([points, (z - np.diag(ahead)).clip(self.low, self.high)])
+            values, residuals = self._ask(points)
+            dim = len(z)
+            offsets = (points.reshape(-1, dim, dim) - z).diagonal(axis1=1, axis2=2)
+            first, last = offsets[0], offsets[1] if self.is_central else 0.0
+            values = values.reshape(-1, dim)
+            residuals = residuals.reshape(len(values), dim, -1)
+            start = (values[1], residuals[1]) if self.is_central else (value, residual)
+            self._slopes[key] = (
+                (values[0] - start[0]) / (first - last),
+                (residuals[0] - start[1]).T / (first - last),
+            )
+        return self._slopes[key]
+
+
+def _repair(z: Array, problem: _Differences) -> None:
+    """Take the shortest steps into the feasible set, which rounding has left."""
+    matrix = None
+    margin = 1e-14
+    for _ in range(_MAX_REPAIRS):
+        excess = problem.at(z)[1]
+        if excess.max() <= 0 or excess.max() > _NEARLY_ACTIVE:
+            return
+        if matrix is None:
+            matrix = problem.slope(z)[1]
+        is_active = excess > -_NEARLY_ACTIVE
+        margin = max(10 * margin, float(excess.max()) / 2)
+        target = -(excess[is_active] + margin).clip(0)
+        step = np.linalg.lstsq(matrix[is_active], target, rcond=None)[0]
+        z = (z + step).clip(problem.low, problem.high)

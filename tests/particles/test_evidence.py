@@ -1,0 +1,187 @@
+"""Evidence behind `success`, budgets, ties, local searches, and the fields of a result."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import NonlinearConstraint
+from tests.particles.problems import G, double
+
+from fedcb2o import ConfigError, minimize
+from fedcb2o.particles import objectives
+from fedcb2o.particles.ask_tell import EvaluationRequest
+from fedcb2o.particles.local_search import search_locally
+
+BOX = [(-5, 5)] * 2
+
+
+def narrow_basin(x):
+    """Return the reader's function: a wide basin of 0, and one of -1 in 0.3% of the box."""
+    return torch.minimum(x.square().sum(-1), 200 * (x - 3).square().sum(-1) - 1)
+
+
+def rosenbrock(x):
+    return (1 - x[..., 0]) ** 2 + 100 * (x[..., 1] - x[..., 0] ** 2) ** 2
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_better_basin_that_is_narrow_is_found(seed):
+    result = minimize(narrow_basin, bounds=BOX, seed=seed)
+    assert result.success
+    assert result.x.tolist() == pytest.approx([3, 3], abs=1e-6)
+    other = result.runners_up[0]
+    assert other.x.tolist() == pytest.approx([0, 0], abs=1e-3)
+    assert (other.lower, other.searches > 0) == (pytest.approx(0, abs=1e-6), True)
+
+
+def test_success_needs_uniform_points():
+    """Searches agree after 700 evaluations, and 2,000 uniform points are needed."""
+    result = minimize(lambda x: x.square().sum(-1), dim=2, maxfev=1000)
+    assert (result.success, result.status) == (False, "maxfev")
+    assert "of 2000 uniform points" in result.message
+
+
+def test_x0_is_evaluated():
+    """f(x0) = 0.093."""
+    start = [1.01, 1.05]
+    seen = []
+
+    def f(x):
+        seen.append(x.clone())
+        return rosenbrock(x)
+
+    minimize(f, x0=start, maxfev=100)
+    assert (seen[0][0] == double(start)).all()
+    result = minimize(rosenbrock, x0=start, maxfev=100, finish=False)
+    assert result.lower <= rosenbrock(double(start))
+
+
+@pytest.mark.parametrize(("dim", "maxfev"), [(2, 40), (3, 60), (3, 159), (2, 400)])
+@pytest.mark.parametrize("finish", [False, True])
+def test_budgets_are_kept_and_used(dim, maxfev, finish):
+    count = 0
+
+    def f(x):
+        nonlocal count
+        count += len(x)
+        return objectives.rastrigin(x)
+
+    result = minimize(f, dim=dim, maxfev=maxfev, finish=finish)
+    assert result.nfev == count - 3  # the first call also tries three points alone
+    assert result.nfev <= maxfev
+    assert result.nfev >= maxfev - 7 - (dim + 1)
+
+
+def test_a_budget_below_the_first_ensemble_is_refused():
+    with pytest.raises(ConfigError, match="`maxfev` = 10 is too small: the first ensemble and x"):
+        minimize(objectives.circle, dim=2, num_particles=20, maxfev=10)
+
+
+def test_minimisers_at_walls_and_inside_are_ties():
+    """L is 1e-31 at the corners and 1e-16 next to minimisers inside; G decides."""
+    centre = double([0.6, -0.4])
+    result = minimize(
+        lambda x: torch.sin(math.pi * x).square().sum(-1),
+        lambda x: (x - centre).square().sum(-1),
+        bounds=BOX,
+    )
+    assert result.upper == pytest.approx(0.32, abs=1e-4)
+
+
+@pytest.mark.parametrize("dynamics", ["adaptive", "paper"])
+def test_ctrl_c_returns_the_best_so_far(dynamics):
+    count = 0
+
+    def f(x):
+        nonlocal count
+        count += 1
+        if count == 40:
+            raise KeyboardInterrupt
+        return objectives.circle(x)
+
+    result = minimize(f, G, 2, dynamics=dynamics)
+    assert (result.success, result.status) == (False, "interrupted")
+    assert result.nit > 10
+    assert result.lower < 0.1
+
+    def at_once(x):
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        minimize(at_once, dim=2)
+
+
+def test_the_status_names_the_reason():
+    assert minimize(objectives.circle, G, 2).status == "success"
+    assert minimize(objectives.circle, G, 2, maxiter=3).status == "maxiter"
+    assert minimize(objectives.circle, G, 2, callback=lambda state: True).status == "callback"
+    never = NonlinearConstraint(lambda x: x[0] ** 2, -math.inf, -1.0)
+    assert minimize(lambda x: x[0], constraints=never, dim=1, maxfev=300).status == "infeasible"
+    many = minimize(objectives.circle, G, 2, runs=2, maxiter=2)
+    assert many.status == ["maxiter", "maxiter"]
+
+
+def test_the_history_has_the_values_of_l_and_g():
+    result = minimize(objectives.circle, G, 2, maxfev=3000)
+    history = result.history
+    assert history.lower.shape == history.upper.shape == history.n.shape
+    assert history.lower[-1] == pytest.approx(float(result.lower), abs=1e-12)
+    assert history.upper[-1] == pytest.approx(float(result.upper), abs=1e-9)
+    paper = minimize(objectives.circle, G, 2, dynamics="paper", maxiter=20)
+    first = minimize(objectives.circle, G, 2, dynamics="paper", maxiter=0)
+    values = objectives.circle(first.theta)
+    assert paper.history.lower[0] == values.min()
+    assert paper.history.upper[0] == G(first.theta[values.argmin()])
+
+
+def test_the_plot_draws_l_g_and_the_spread():
+    ax = minimize(objectives.circle, G, 2, maxfev=1000).plot()
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == ["lower", "upper", "spread"]
+    one = minimize(objectives.circle, None, 2, runs=2, maxfev=1000).plot()
+    assert len(one.lines) == 4
+
+
+def test_local_searches_find_the_last_digits_within_the_constraints():
+    """The solution is tangential: x1 + x2 least in the unit disc."""
+    disc = NonlinearConstraint(lambda x: x[0] ** 2 + x[1] ** 2, -np.inf, 1.0)
+    settings = {"constraints": disc, "bounds": BOX, "maxfev": 400}
+    result = minimize(lambda x: x[0] + x[1], **settings)
+    assert result.constr_violation == 0
+    assert result.fun == pytest.approx(-math.sqrt(2), abs=1e-9)
+    without = minimize(lambda x: x[0] + x[1], **settings, finish=False)
+    assert abs(without.fun + math.sqrt(2)) > 1e-9
+
+
+def test_functions_that_are_not_smooth_end_local_searches():
+    """Each of three searches costs d + 1 evaluations at most twice."""
+    calls = []
+
+    def steps(x):
+        calls.append(len(x))
+        return (10 * x).round().square().sum(-1)
+
+    minimize(steps, dim=2, maxfev=3000)
+    assert sum(size == 2 for size in calls) <= 6
+
+
+def test_a_local_search_keeps_its_limit_and_its_walls():
+    request = EvaluationRequest(torch.zeros(1, 1, 2, dtype=torch.float64), rosenbrock, None)
+    low, high = np.full(2, -2.0), np.full(2, 0.5)
+    steps = search_locally(request, low, low, high, (low, high), 30)
+    points = []
+
+    def recorded():
+        asked = next(steps)
+        while True:
+            points.append(asked.theta[0])
+            asked = steps.send(asked.evaluate())
+
+    with pytest.raises(StopIteration) as end:
+        recorded()
+    found = end.value.value
+    seen = torch.cat(points).numpy()
+    assert np.array_equal(found.points, seen)
+    assert len(seen) <= 30
+    assert ((seen >= low) & (seen <= high)).all()
+    assert found.lower == found.lowers.min() < 2
