@@ -3,6 +3,8 @@
 import copy
 import math
 import pickle
+import re
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -592,3 +594,49 @@ def test_agents_in_threads_decide_as_in_sequence():
     with ThreadPoolExecutor(8) as executor:
         for j, theta in enumerate(executor.map(rounds, range(8))):
             assert theta.equal(rounds(j))
+
+
+def nll(outputs, targets):
+    return torch.nn.functional.nll_loss(outputs, targets, reduction="none")
+
+
+def test_a_loss_of_classes_below_0_gives_a_warning():
+    """The negative log-likelihood reads log-probabilities: of scores it is their negative."""
+    samples = (torch.eye(3), np.array([0, 1, 1]))
+    with pytest.warns(UserWarning, match=r"of a class is -5.*, below 0: .* \(LogSoftmax\)"):
+        Agent(with_bias(5.0), validation=samples, loss=nll)
+    network = nn.Sequential(with_bias(5.0), nn.LogSoftmax(dim=1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Agent(network, validation=samples, loss=nll)
+
+
+def with_bias(value):
+    network = nn.Linear(3, 2)
+    with torch.no_grad():
+        network.weight.zero_()
+        network.bias.fill_(value)
+    return network
+
+
+def failing_judge(models):
+    raise KeyError("lost")
+
+
+def test_an_error_of_a_judge_names_its_file_and_line():
+    agent = Agent(np.zeros(2), judge=failing_judge)
+    line = failing_judge.__code__.co_firstlineno + 1
+    place = re.escape(f"failing_judge` failed at line {line} of {__file__}: KeyError: 'lost'")
+    with pytest.raises(ConfigError, match=place):
+        agent.aggregate({"a": np.ones(2)})
+
+
+class Failing(nn.Linear):
+    def forward(self, x):
+        raise KeyError("lost")
+
+
+def test_an_error_of_a_network_names_its_file_and_line():
+    line = Failing.forward.__code__.co_firstlineno + 1
+    with pytest.raises(ConfigError, match=re.escape(f" at line {line} of {__file__}: ")):
+        Agent(Failing(3, 2), validation=(torch.eye(3), np.array([0, 1, 1])))

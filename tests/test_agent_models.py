@@ -480,3 +480,25 @@ def test_a_file_of_0_2_is_read(tmp_path):
     assert again.round == 1
     assert again.theta.equal(before)
     assert again._previous.equal(agent.theta)
+
+
+def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0)
+    good = agent.publish()
+    bad = {**good, "1.running_var": good["1.running_var"] - 9}
+    row = agent.buffer(1)[0]
+    row.copy_(torch.cat([tensor.reshape(-1) for tensor in bad.values()]))
+    decision = agent.aggregate({1: row, 2: bad, 3: good})
+    assert decision.weights == {3: 0.5}
+    assert decision.refused == dict.fromkeys((1, 2), "its `1.running_var` holds variances below 0")
+    assert network.eval()(X).isfinite().all()
+
+
+def test_the_memory_of_an_agent_with_other_peers_is_refused():
+    options = {"validation": (X, Y), "method": "fedcbo"}
+    named, third = make(tied()), Agent(tied(), **options, id=3)
+    for saved, other in ((named, third), (third, named), (third, Agent(tied(), **options, id=2))):
+        with pytest.raises(RunError, match="their peers are not the same"):
+            other.load_state_dict(saved.state_dict())
+    Agent(tied(), **options, id=3).load_state_dict(third.state_dict())

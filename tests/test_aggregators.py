@@ -559,3 +559,9 @@ def test_equal_scores_by_two_definitions():
     assert aggregators.Krum(definition="byzfl", f=1)(x) == [0.0]
     assert aggregators.Krum(f=0)([[0.0], [1.0], [2.0]]) == [1.0]
     assert aggregators.MultiKrum(f=1, definition="byzfl")(x) == [0.5]
+
+
+def test_complex_tensors_of_state_dicts_are_refused_by_name():
+    models = [{"w": torch.zeros(2), "phase": torch.zeros(2, dtype=torch.complex64)}] * 3
+    with pytest.raises(ConfigError, match="`phase` of a model is complex, expected real numbers"):
+        aggregators.mean(models)

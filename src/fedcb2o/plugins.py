@@ -21,6 +21,7 @@ import json
 import os
 import re
 import sys
+import sysconfig
 import traceback
 import types
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
@@ -50,6 +51,13 @@ _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 # Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
 _TYPO_CUTOFF = 0.81
+
+# Beginnings of the names of files that are not users'.
+_LIBRARIES = (
+    "<",
+    str(Path(__file__).parent),
+    *map(sysconfig.get_path, ("stdlib", "platstdlib", "purelib", "platlib")),
+)
 
 # Bases of language models that are in fedcb2o or in an installed package.
 _BUILT_IN_BASES = ("tiny", "smollm2")
@@ -243,7 +251,7 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
 
     SystemExit and other silent exits count as failures; Ctrl-C does not. PyTorch settings that the
     block changes are restored, because the bits of other results depend on them. The message names
-    the failing line of `file`.
+    the failing line, in `file` where there is one.
     """
     original = [getter() for getter, _ in PYTORCH_SETTINGS]
     try:
@@ -251,9 +259,7 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
     except (FedCB2OError, KeyboardInterrupt):
         raise
     except BaseException as error:
-        frames = traceback.extract_tb(error.__traceback__)
-        lines = [frame.lineno for frame in frames if frame.filename == file]
-        place = f" at line {lines[-1]} of {file}" if lines else ""
+        place = failing_line(error, file)
         notes = "".join(f" ({note})" for note in getattr(error, "__notes__", ()))
         raise ConfigError(
             f"the {kind} `{name}` failed{place}: {type(error).__name__}: {error}{notes}"
@@ -262,6 +268,14 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
         for (getter, setter), value in zip(PYTORCH_SETTINGS, original, strict=True):
             if getter() != value:
                 setter(value)
+
+
+def failing_line(error: BaseException, file: str | None = None) -> str:
+    """Return " at line L of FILE" for the last line of `file`, or else of users' code, or ""."""
+    frames = traceback.extract_tb(error.__traceback__)
+    found = [frame for frame in frames if frame.filename == file]
+    found = found or [frame for frame in frames if not frame.filename.startswith(_LIBRARIES)]
+    return f" at line {found[-1].lineno} of {found[-1].filename}" if found else ""
 
 
 def foreign_names_in(value: Any) -> Iterator[str]:

@@ -168,3 +168,11 @@ def cut_png():
         memory, "PNG"
     )
     return memory.getvalue()[:600]
+
+
+def test_images_of_several_frames_are_refused():
+    file = io.BytesIO()
+    PICTURES[0].save(file, "TIFF", save_all=True, append_images=PICTURES[1:3])
+    pictures = [*PICTURES[:11], Image.open(file)]
+    with pytest.raises(DataError, match=r"image 11 cannot be read \(it has 3 frames: .*`.seek`"):
+        dataset(pictures, LABELS)

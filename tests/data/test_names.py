@@ -166,3 +166,15 @@ def test_numbers_of_many_digits_are_compared_exactly():
 @pytest.mark.parametrize("share", [np.float32(0.25), np.array(0.25), np.float64(0.25)])
 def test_the_test_share_is_a_number_of_any_library(share):
     assert len(fedcb2o.dataset(X, Y, test_share=share).test) == 3
+
+
+@pytest.mark.parametrize("label", [-1, -100, 255])
+def test_samples_that_seem_to_have_no_label_give_a_warning(label):
+    y = np.arange(80) % 4
+    x = np.random.default_rng(0).normal(size=(80, 2))
+    with pytest.warns(UserWarning, match=f"the class '{label}' next to 0 to 2 looks like"):
+        fedcb2o.dataset(x, np.where(y == 3, label, y))
+    # Three signs are classes, and labels with names too.
+    assert fedcb2o.dataset(x, y % 3 - 1).class_names == ("-1", "0", "1")
+    named = {label: "none", 0: "a", 1: "b", 2: "c"}
+    fedcb2o.dataset(x, np.where(y == 3, label, y), class_names=named)

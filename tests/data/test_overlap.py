@@ -46,7 +46,7 @@ def test_rows_that_occur_twice_are_counted():
     [
         (lambda: dataset(X, Y, x_test=X[:40], y_test=Y[:40]), "40 of 40 test samples are"),
         (lambda: dataset(X, Y, x_test=X[:40], y_test=1 - Y[:40] % 2), "40 of 40 test samples are"),
-        (lambda: dataset(X, X[:, 0], x_test=X[:9], y_test=X[:9, 0], numbers=True), "9 of 9 test samples"),
+        (lambda: dataset(X, -X[:, 0], x_test=X[:9], y_test=-X[:9, 0], numbers=True), "9 of 9 test samples"),
         (lambda: dataset(X, Y, x_test=X[:9], y_test=Y[:9], standardise=True), "9 of 9 test samples"),
         (lambda: datasets([(X[:60], Y[:60]), (X[60:], Y[60:])], test=(X[50:70], Y[50:70]), test_share=0), "20 of 20 test samples are"),
         (lambda: datasets([{"train": (X, Y), "validation": (X[:7], Y[:7]), "test": (-X, Y)}]), "7 of 7 validation samples are"),

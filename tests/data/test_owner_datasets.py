@@ -130,11 +130,11 @@ def test_benign_samples_limits_the_samples_of_an_agent():
 
 
 def test_targets_may_be_numbers():
-    data = dataset(X, X[:, :2], numbers=True)
+    data = dataset(X, -X[:, :2], numbers=True)
     assert (data.class_names, data.num_classes, data.num_outputs) == ((), 1, 2)
     assert (len(data.pool), len(data.test)) == (15, 5)
     assert data.pool.y.dtype == torch.float32
-    assert dataset(X, X[:, 0], owner=OWNER, numbers=True).num_outputs == 1
+    assert dataset(X, -X[:, 0], owner=OWNER, numbers=True).num_outputs == 1
 
 
 def test_owners_from_an_npz_file(tmp_path):
@@ -153,7 +153,7 @@ def test_owners_from_an_npz_file(tmp_path):
     assert data.owners.names == ("a", "b")
     # owner a has no test samples, so 3 of its 12 are held out
     assert sorted(data.owners.test.tolist()) == [0, 0, 0, 1, 1, 1]
-    np.savez(tmp_path / "numbers.npz", x=X, y=X[:, 0])
+    np.savez(tmp_path / "numbers.npz", x=X, y=-X[:, 0])
     assert arrays(path="numbers.npz", data_dir=tmp_path, numbers=True).class_names == ()
 
 

@@ -334,3 +334,26 @@ def test_owners_may_give_columns_and_bunches():
     assert len(datasets(tables, columns=COLUMNS, test_share=0.5).pool) == 24
     bunches = [Bunch(data=table["image"], target=table["label"]) for table in tables]
     assert datasets(bunches, test_share=0.5).pool.x.shape == (24, 1, 4, 4)
+
+
+def test_a_loader_of_one_of_several_processes_gives_a_warning():
+    pairs = [(row["x"], k % 3) for k, row in enumerate(STAMPS)]
+    sampler = torch.utils.data.DistributedSampler(pairs, num_replicas=2, rank=0, shuffle=False)
+    loader = torch.utils.data.DataLoader(pairs, batch_size=5, sampler=sampler)
+    with pytest.warns(UserWarning, match="`x` is a loader with the samples of one of 2 processes"):
+        dataset(loader)
+
+
+def test_the_labels_are_no_samples():
+    table = pd.DataFrame({"age": np.arange(40) % 7, "dose": np.arange(40) % 3})
+    table["ill"] = np.arange(40) % 2
+    with pytest.raises(DataError, match="`columns` names 'ill' among the samples, and as the"):
+        dataset(table, columns=(["age", "ill"], "ill"))
+    with pytest.warns(UserWarning, match="the column 'ill' of the samples is equal to the label"):
+        dataset(table, table["ill"])
+    with pytest.warns(UserWarning, match="feature 1 of the samples is equal to the label"):
+        dataset(table[["age", "dose"]].to_numpy(), table["dose"].to_numpy(), numbers=True)
+    targets = np.stack([np.sin(table["age"]), table["dose"]], 1)
+    with pytest.warns(UserWarning, match="the column 'dose' of the samples is equal to the label"):
+        dataset(table[["age", "dose"]], targets, numbers=True)
+    assert dataset(table[["age", "dose"]], table["ill"]).num_classes == 2

@@ -18,7 +18,7 @@ from fedcb2o import records
 from fedcb2o.agent._attack import Attacker, build_attack
 from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
 from fedcb2o.agent._judge import Judge, JudgeOracle
-from fedcb2o.agent._memory import Memory, Peer, PeerIds, with_prefix, without_prefix
+from fedcb2o.agent._memory import UNKNOWN_ID, Memory, Peer, PeerIds, with_prefix, without_prefix
 from fedcb2o.agent._models import Model, ModelFormat, as_network, placed_rows
 from fedcb2o.agent._settings import (
     Settings,
@@ -386,7 +386,8 @@ class Agent:
         """
         previous = self._format.views(self._previous.cpu().clone())
         method = self._settings.method_name()
-        memory = Memory(self.round, self._peers.names, self._state, previous, method)
+        peers = self._peers
+        memory = Memory(self.round, peers.names, self._state, previous, method, peers.number)
         return memory.to_tensors()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -406,6 +407,11 @@ class Agent:
             raise RunError(
                 f"it is the memory of an agent with the method {memory.method}, and this one has "
                 f"{method}"
+            )
+        if memory.id not in (UNKNOWN_ID, self._peers.number):
+            raise RunError(
+                f"it is the memory of an agent with `id` = {memory.id}, and this one has"
+                f" {self._peers.number}: their peers are not the same"
             )
         self._previous.copy_(self._read_saved(memory.previous))
         self.round = memory.round

@@ -13,7 +13,7 @@ from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.federated.types import Losses, Received
 from fedcb2o.federated.validation import ValidationOracle
-from fedcb2o.plugins import attribute_errors
+from fedcb2o.plugins import attribute_errors, label
 from fedcb2o.user_values import to_tensor
 
 Judge = Callable[[Any], Any]
@@ -42,7 +42,7 @@ class JudgeOracle(ValidationOracle):
         group = self.group
         own = group.models[:1]
         thetas = own.lerp(group.models[models.rows], group.spec.algorithm.guards.interpolation)
-        with attribute_errors("judge", "judge"):
+        with attribute_errors("judge", label(self.judge)):
             result = self.judge(self.model_format.to_user(thetas))
         labels: Any = None
         if isinstance(result, tuple):

@@ -21,6 +21,8 @@ from fedcb2o.federated.types import Contacts
 Peer = Hashable
 """Name of a peer: a text or a whole number."""
 
+UNKNOWN_ID = -1
+
 _MAX_ID = 999_999
 
 
@@ -36,12 +38,15 @@ class Memory(NamedTuple):
     previous: Model
     # Name of the method, and of its rule; empty in files of 0.2.
     method: str
+    # Number of the agent; None where peers have names, and UNKNOWN_ID in older files.
+    id: int | None
 
     def to_tensors(self) -> dict[str, Tensor]:
         """Return the memory as tensors by name."""
         contacts = self.state.contacts[0]
         # Names are texts and numbers, and a safetensors file holds tensors only.
-        entries = {"round": self.round, "peers": self.peers, "method": self.method}
+        entries: dict[str, Any] = {"round": self.round, "peers": self.peers, "method": self.method}
+        entries["id"] = self.id
         content = json.dumps(entries).encode()
         assert isinstance(self.previous, Mapping)
         tensors = {
@@ -66,7 +71,8 @@ class Memory(NamedTuple):
             previous: Model = without_prefix("previous.", tensors)
             previous = tensors.get("previous", previous)
             method = str(memory.get("method", ""))
-            return cls(int(memory["round"]), list(memory["peers"]), state, previous, method)
+            number = memory.get("id", UNKNOWN_ID)
+            return cls(int(memory["round"]), list(memory["peers"]), state, previous, method, number)
         except (KeyError, ValueError, TypeError) as error:
             raise RunError(f"it is not the memory of an agent: {error!r}") from error
 
@@ -96,6 +102,11 @@ class PeerIds:
         self.own = 0
         if own is not None:
             self.own = self._number(own)
+
+    @property
+    def number(self) -> int | None:
+        """Number of the agent, or None where peers have names."""
+        return self.own if self._are_numbers else None
 
     @property
     def num_agents(self) -> int:

@@ -81,6 +81,9 @@ class ModelFormat:
             if id(tensor) in theta_names
         }
         self._saved_names = frozenset(network.state_dict())
+        statistics = batch_norm.statistics(network, "shared", "local", "dropped")
+        variances = [name for name in statistics if name.endswith("running_var")]
+        self._variances = [name for name in variances if name in self.columns]
 
     def require_same(self) -> None:
         """Raise ConfigError if the network has changed so that models do not fit any more."""
@@ -120,9 +123,17 @@ class ModelFormat:
         Returns the reason to refuse the model, or an empty text. The row of a refused model is
         undefined.
         """
-        # The model is this row of the buffer already.
-        if _address(model, row) == row.data_ptr():
-            return ""
+        # A model that is this row of the buffer already is not copied.
+        reason = "" if _address(model, row) == row.data_ptr() else self._copy_(model, row)
+        if reason:
+            return reason
+        for name in self._variances:
+            if row[self.columns[name]].lt(0).any():
+                return f"its `{name}` holds variances below 0"
+        return ""
+
+    def _copy_(self, model: Model, row: Float[Tensor, " d"]) -> str:
+        """Copy a received model into a row; see `read_`."""
         if not isinstance(model, Mapping):
             return _copy_("it", model, (self.dim,), row)
 

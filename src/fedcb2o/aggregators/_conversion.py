@@ -170,6 +170,8 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
         if not all(hasattr(value, "dtype") for value in values):
             raise ConfigError(f"`{name}` of a model is not a tensor or an array")
         _require_alike(values, f" for `{name}`")
+        if isinstance(values[0], Tensor) and values[0].is_complex():
+            raise ConfigError(f"`{name}` of a model is complex, expected real numbers")
         if _is_float(values[0]):
             numbers[name] = stack([value.reshape(-1) for value in values])
         else:

@@ -38,7 +38,7 @@ def to_array(name: str, values: Any) -> tuple[NDArray[Any], str]:
 
     Images are upright, turned by their EXIF tag. Bytes stay bytes, images of 16 bits become numbers
     from 0 to 1, as bytes are when a network reads them. DataError is raised for several sizes or
-    modes, because channels of two modes are not the same colours.
+    modes, because channels of two modes are not the same colours, and for images of several frames.
     """
     arrays = []
     modes = []
@@ -69,6 +69,9 @@ def to_array(name: str, values: Any) -> tuple[NDArray[Any], str]:
 def _read(image: Any) -> tuple[NDArray[Any], str]:
     """Return the pixels of an image [channels, height, width], and the mode that they have."""
     from PIL import ImageOps  # slow to import
+
+    if getattr(image, "n_frames", 1) > 1:
+        raise OSError(f"it has {image.n_frames} frames: give one of each as an image (`.seek`)")
 
     upright = ImageOps.exif_transpose(image)
     mode = _MODES.get(upright.mode, upright.mode)

@@ -36,6 +36,8 @@ from fedcb2o.rng import stream
 # Rounding error of float32, relative to the distance from the mean plus the standard deviation.
 _MAX_ROUNDING_ERROR = 1e-6
 
+_MIN_COMPARED = 20  # samples from which a feature that equals the label is no coincidence
+
 _PURPOSES = ("train", "validation", "test")
 
 
@@ -325,6 +327,8 @@ def check_parts(
     ]
     arrays = [x for x, _ in checked]
     labels = [y for _, y in checked]
+    if not tokens:
+        _warn_of_labels_as_samples(xs[0], arrays, labels)
     if exact:
         arrays = input_arrays.to_float64(arrays)
 
@@ -338,6 +342,30 @@ def check_parts(
     else:
         labels, classes = input_validation.resolve_classes(parts, labels, class_names)
     return CheckedParts(list(map(Shard, samples, map(torch.from_numpy, labels))), classes)
+
+
+def _warn_of_labels_as_samples(
+    first: Any, xs: Sequence[NDArray[Any]], ys: Sequence[NDArray[Any]]
+) -> None:
+    """Warn where a feature equals the label in all samples; `first` may name the features."""
+    has_features = all(x.ndim == 2 and x.shape[1:] == xs[0].shape[1:] for x in xs)
+    is_number = all(y.dtype.kind in "biuf" and y.shape[1:] == ys[0].shape[1:] for y in ys)
+    if not (has_features and is_number and sum(map(len, ys)) >= _MIN_COMPARED):
+        return
+    targets = [y.reshape(len(y), -1) for y in ys]
+    pairs = np.argwhere(np.ones((xs[0].shape[1], targets[0].shape[1]), dtype=bool))
+    for x, y in zip(xs, targets, strict=True):
+        for rows in (slice(_MIN_COMPARED), slice(None)):  # a few samples exclude most features
+            pairs = pairs[(x[rows, pairs[:, 0]] == y[rows, pairs[:, 1]]).all(0)]
+    if len(pairs):
+        k = int(pairs[0, 0])
+        table = input_arrays.as_table(first)
+        name = f"feature {k}" if table is None else f"the column {table.columns[k]!r}"
+        warnings.warn(
+            f"{name} of the samples is equal to the label of each: leave it out, so that it is not"
+            " predicted from itself",
+            stacklevel=4,
+        )
 
 
 def check_part(

@@ -28,6 +28,8 @@ _NUMBER = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)")
 _WHOLE_NUMBER = re.compile(r"[+-]?[0-9]+")
 _MISSING = ("nan", "nat", "<na>")
 """Texts that NumPy and pandas write for missing values, in small letters."""
+_NO_LABELS = {"-1", "-100", "255"}
+"""Numbers that scikit-learn, PyTorch and segmentation masks take for samples without a label."""
 _MAX_VOCABULARIES = 50
 """Largest number of label sets of owners that are compared."""
 _MAX_LISTED = 5
@@ -153,7 +155,7 @@ def check_labels(dataset: Dataset, *, compare_owners: bool = True) -> None:
 
     An empty label is a DataError. Labels are doubtful, and give a warning, where
 
-    - they look missing, such as "nan",
+    - they look missing, such as "nan", or -1 next to 0, 1 and 2,
     - they are numbers written as words, which sort otherwise,
     - two classes, or two owners, differ only in case, spaces or the form of a number,
     - test samples have labels that no other sample has,
@@ -173,6 +175,15 @@ def check_labels(dataset: Dataset, *, compare_owners: bool = True) -> None:
             f"labels are numbers written as words, which sort {_listed(names)}: give numbers for"
             " their order"
         )
+
+    classes = [name for name in names if name not in _NO_LABELS]
+    # Labels -1, 0 and 1, or all values of a byte, are classes.
+    if len(classes) not in (0, 1, 2, 255) and classes == [str(k) for k in range(len(classes))]:
+        for name in _NO_LABELS & set(names):
+            _warn(
+                f"the class {name!r} next to 0 to {len(classes) - 1} looks like samples without a"
+                " label: leave them out"
+            )
 
     seen = _classes_by_owner(dataset)
     _warn_of_look_alikes(dataset, seen)

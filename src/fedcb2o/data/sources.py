@@ -100,6 +100,12 @@ def _read_rows(part: Part, columns: Any) -> Part:
                 "`columns` must name two, that of the samples and that of the labels, got"
                 f" {columns!r}"
             )
+        features = columns[0] if isinstance(columns[0], list | tuple) else ()
+        if columns[1] in features:
+            raise DataError(
+                f"`columns` names {columns[1]!r} among the samples, and as the labels: leave it out"
+                " of the samples"
+            )
         x, y, *values = _select_all(label, source, [*columns, *column_of.values()])
         classes = _declared_classes(label, source, columns[1])
         selected = dict(zip(column_of, values, strict=True))
@@ -224,6 +230,13 @@ def _columns(label: str, source: Any) -> Mapping[Any, Any]:
 def _items(label: str, source: Any) -> Iterable[Any]:
     """Return the items of a data set, or the batches of a loader."""
     if _is_loader(source):
+        num_processes = getattr(source.sampler, "num_replicas", 1)
+        if num_processes > 1:
+            warnings.warn(
+                f"{label} is a loader with the samples of one of {num_processes} processes: give"
+                " one without the DistributedSampler",
+                stacklevel=2,
+            )
         drops = getattr(source, "drop_last", False) and hasattr(source.sampler, "__len__")
         lost = len(source.sampler) % source.batch_size if drops else 0
         if lost:

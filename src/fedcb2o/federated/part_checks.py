@@ -53,7 +53,7 @@ from fedcb2o.federated.types import SampleTransform
 from fedcb2o.nn import network_checks
 from fedcb2o.nn.comparison import agree, equal
 from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import attribute_errors, display_name, function_name
+from fedcb2o.plugins import attribute_errors, display_name, failing_line, function_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ def check_model(
     if loss is not None:
         loss_name = function_name(loss)
         check_loss(loss_name, loss, outputs, samples.y[rows].clone())
+        if num_classes > 1 and predicts_labels(loss):
+            _warn_of_negative_losses(loss_name, loss, outputs)
 
 
 def _warn_of_bounded_outputs(name: str, kind: str, loss: Loss | None, num_classes: int) -> None:
@@ -128,6 +130,20 @@ def _warn_of_bounded_outputs(name: str, kind: str, loss: Loss | None, num_classe
         f" {'Softmax' if is_softmax else 'Sigmoid or the like'} at its end (LogSoftmax is right)",
         stacklevel=3,
     )
+
+
+def _warn_of_negative_losses(name: str, loss: Loss, outputs: Float[Tensor, "n C"]) -> None:
+    """Warn where a loss of a class is below 0, as that of scores in place of log-probabilities."""
+    labels = range(min(outputs.shape[1], _SEVERAL))
+    targets = [torch.full((len(outputs),), label) for label in labels]
+    losses = torch.cat([per_sample_losses(loss, outputs, target, 1) for target in targets])
+    if losses.min() < 0:
+        warnings.warn(
+            f"the loss `{name}` of a class is {float(losses.min()):.4g}, below 0: a loss such as"
+            " nll_loss reads log-probabilities (LogSoftmax), and has no least value for other"
+            " outputs, so that losses of models do not compare",
+            stacklevel=3,
+        )
 
 
 def _is_cross_entropy(loss: Loss | None, num_classes: int) -> bool:
@@ -158,7 +174,8 @@ def _evaluate(name: str, module: nn.Module, x: Tensor, layout: str | None) -> An
         by_layout = ' with `layout` = "channels_last"' if layout == "channels_last" else ""
         shape = tuple(x.shape[1:])
         raise ConfigError(
-            f"the model `{name}` cannot read samples of shape {shape}{by_layout}: {error}"
+            f"the model `{name}` cannot read samples of shape {shape}{by_layout}"
+            f"{failing_line(error)}: {error}"
         ) from error
 
 

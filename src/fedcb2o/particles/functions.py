@@ -25,7 +25,7 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 from fedcb2o.particles.write_guard import require_unwritten, write_count
-from fedcb2o.plugins import label
+from fedcb2o.plugins import failing_line, label
 from fedcb2o.user_values import to_array, to_tensor
 
 _LOGGER = logging.getLogger(__name__)
@@ -239,8 +239,8 @@ class UserFunction:
         hint = ', or take errors="exclude"' if self._errors == "raise" else ""
         raise ConfigError(
             f"{self._name}, {label(self._function)}, accepts neither many points nor one:"
-            f" {failures}. Write it for points [..., d], as tensors or as NumPy arrays, or for one"
-            f" point [d], as fedcb2o.from_point takes it{hint}"
+            f" {failures}{failures.place}. Write it for points [..., d], as tensors or as NumPy"
+            f" arrays, or for one point [d], as fedcb2o.from_point takes it{hint}"
         ) from failures.first
 
     def _forms(self, ndim: int) -> "Iterator[_Form]":
@@ -443,6 +443,12 @@ class _Failures:
         else:
             text = reason
         self._forms.setdefault(text, []).append(form)
+
+    @property
+    def place(self) -> str:
+        """The line of the first exception, or an empty text."""
+        line = failing_line(self.first) if self.first else ""
+        return line and f", first{line}"
 
     def __str__(self) -> str:
         return "; ".join(f"{text} ({', '.join(forms)})" for text, forms in self._forms.items())
