@@ -227,7 +227,7 @@ def test_completion_is_installed_and_completes(tmp_path):
     assert bash(BASH, "fedcb2o", "pre") == "presets "
     words = bash(BASH, "fedcb2o run", "digits-fedassay", "2")
     assert words == "digits-fedassay digits-fedassay-backdoors "
-    assert bash(BASH, "fedcb2o run", "m", "2") == "mine.toml "
+    assert bash(BASH, "fedcb2o run", "mi", "2") == "mine.toml "
     assert bash(BASH, "fedcb2o track runs/mine --to", "t", "4") == "tensorboard "
 
 

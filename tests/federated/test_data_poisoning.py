@@ -20,6 +20,7 @@ REQUIRED = {
     "label_flips": {"pairs": ((0, 1), (1, 0))},
     "random_labels": {"share": 0.5},
     "rarest_flip": {"target": 3},
+    "reversed_labels": {},
     "shifted_labels": {},
     "signal": {"target": 3, "frequency": 2.0},
     "spread_flip": {"target": 3},
@@ -53,6 +54,14 @@ def test_label_flips():
     result = attacks.label_flips(s, stream(0, "x"), pairs=((0, 1), (1, 2))).y.tolist()
     assert result == [1, 2, 2, 3] * 2
     assert attacks.label_flips(s, stream(0, "x"), pairs=((3, 0),)).x is s.x
+
+
+def test_reversed_labels_exchange_the_ends():
+    assert attacks.reversed_labels(shard(8), stream(0, "x")).y.tolist() == [3, 2, 1, 0] * 2
+    numbers = Shard(torch.zeros(4, 2), torch.tensor([1.5, -2.0, 9.0, 1.5]))
+    assert attacks.reversed_labels(numbers, stream(0, "x")).y.tolist() == [1.5, 9.0, -2.0, 1.5]
+    column = Shard(torch.zeros(3, 2), torch.tensor([[1.0], [2.0], [4.0]]))
+    assert attacks.reversed_labels(column, stream(0, "x")).y.tolist() == [[4.0], [2.0], [1.0]]
 
 
 def test_shifted_labels_cycle_through_the_classes_of_the_shard():

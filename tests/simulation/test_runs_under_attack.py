@@ -48,7 +48,8 @@ ON_TARGET = {
 }
 
 
-ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels", "shifted_labels"}
+ON_DATA = FLIPS | ON_TARGET | {"feature_noise", "random_labels"}
+ON_DATA |= {"reversed_labels", "shifted_labels"}
 
 
 OF_ADAPTERS = {"factor_mixing", "swapped_answers", "topic_poison", "trigger_phrase"}

@@ -13,6 +13,7 @@ import math
 from collections.abc import Sequence
 from typing import Literal
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -20,7 +21,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.nn.language_models import language_model
 from fedcb2o.nn.memory_layout import ChannelsLast
 
-__all__ = ["cnn", "language_model", "logistic", "mlp", "resnet"]
+__all__ = ["cnn", "factorisation", "language_model", "logistic", "mlp", "resnet"]
 
 _MAX_LAYERS = 1000
 _MAX_BLOCKS = 200  # the deepest network of He et al. (2016) has 1202 layers
@@ -170,6 +171,59 @@ def resnet(
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),
     )
+
+
+def factorisation(
+    input_shape: Sequence[int], num_classes: int, *, sizes: Sequence[int], dim: int = 8
+) -> nn.Module:
+    """Build a factorisation of ratings: the product of two vectors, with biases.
+
+    Koren, Bell and Volinsky, "Matrix Factorization Techniques for Recommender Systems" (2009).
+
+    Args:
+        input_shape: [2]: the number of the user and that of the item, from 0.
+        num_classes: Number of outputs, 1.
+        sizes: Number of users and number of items; larger numbers in samples count as the last one.
+        dim: Length of the vectors.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: The shape is another one, or a size is below 1.
+    """
+    if list(input_shape) != [2] or num_classes != 1:
+        raise ConfigError(
+            "model `factorisation` needs samples of two numbers, user and item, and one output, got"
+            f" {list(input_shape)} and {num_classes}"
+        )
+    if len(sizes) != 2 or min(*sizes, dim) < 1:
+        raise ConfigError(
+            "model `factorisation`: `sizes` must be two numbers of 1 or more, and `dim` one, got"
+            f" {list(sizes)} and {dim}"
+        )
+    return _Factorisation(sizes, dim)
+
+
+class _Factorisation(nn.Module):
+    """Vectors of users and items; the last value of each is its bias."""
+
+    def __init__(self, sizes: Sequence[int], dim: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(1))
+        self.users = nn.Embedding(sizes[0], dim + 1)
+        self.items = nn.Embedding(sizes[1], dim + 1)
+        for table in (self.users, self.items):
+            nn.init.normal_(table.weight, std=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the rating of each user and item, [n, 1]."""
+        last = (self.users.num_embeddings - 1, self.items.num_embeddings - 1)
+        user = self.users(x[:, 0].long().clamp(0, last[0]))
+        item = self.items(x[:, 1].long().clamp(0, last[1]))
+        product = (user[:, :-1] * item[:, :-1]).sum(1, keepdim=True)
+        rating: Tensor = product + user[:, -1:] + item[:, -1:] + self.bias
+        return rating
 
 
 class _ResidualBlock(nn.Module):

@@ -9,14 +9,15 @@ from fedcb2o.data.sets._docstrings import docstrings
 from fedcb2o.data.sets._fashion_shops import fashion_shops
 from fedcb2o.data.sets._har import har
 from fedcb2o.data.sets._mnist import emnist, fashion_mnist, mnist
-from fedcb2o.data.sets._owner_table import owner_table
 from fedcb2o.data.sets._scikit_learn import breast_cancer, diabetes, digits
+from fedcb2o.data.sets._tables import chem97, flights, loans, movielens, owner_table, stops
 from fedcb2o.data.sets._text import text
 from fedcb2o.data.sets._typefaces import typefaces
 
 __all__ = [
     "arrays",
     "breast_cancer",
+    "chem97",
     "cifar10",
     "diabetes",
     "digits",
@@ -24,9 +25,13 @@ __all__ = [
     "emnist",
     "fashion_mnist",
     "fashion_shops",
+    "flights",
     "har",
+    "loans",
     "mnist",
+    "movielens",
     "owner_table",
+    "stops",
     "text",
     "typefaces",
 ]

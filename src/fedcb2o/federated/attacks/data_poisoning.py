@@ -43,6 +43,7 @@ __all__ = [
     "label_flips",
     "random_labels",
     "rarest_flip",
+    "reversed_labels",
     "shifted_labels",
     "signal",
     "spread_flip",
@@ -116,6 +117,24 @@ def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> S
     """
     classes, index = np.unique(shard.y.numpy(), return_inverse=True)
     return Shard(shard.x, torch.from_numpy(classes[(index + by) % len(classes)]))
+
+
+def reversed_labels(shard: Shard, draw: np.random.Generator) -> Shard:
+    """Exchange the highest label for the lowest, the second highest for the second lowest, ...
+
+    Fang, Cao, Jia and Gong, "Local Model Poisoning Attacks to Byzantine-Robust Federated Learning"
+    (2020): class l becomes L - l - 1. Numeric targets keep their values, so that a flip has a
+    counterpart for numbers.
+
+    Args:
+        shard: The agent's samples.
+        draw: Source of randomness (not used).
+
+    Returns:
+        The poisoned samples.
+    """
+    labels, index = np.unique(shard.y.numpy(), return_inverse=True)
+    return Shard(shard.x, torch.from_numpy(labels[::-1].copy()[index.reshape(shard.y.shape)]))
 
 
 def spread_flip(
