@@ -19,6 +19,7 @@ import fedcb2o
 from fedcb2o.cli import runs, signals
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import presets
+from fedcb2o.report import read_grid
 from tests.tiny import ENVIRONMENT, FEDCB2O, bits, command, run_cli, tiny, write
 
 COMMANDS = {
@@ -72,6 +73,14 @@ def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monke
     columns = ["round", "agent", "accuracy"]
     expected = fedcb2o.Run("runs/mine").records[columns]
     pd.testing.assert_frame_equal(run.records[columns], expected, check_exact=True)
+
+    assert run_cli("bench", "compare.toml", "--seeds", "0", "--jobs", "1", "--quiet").status == 0
+    results = read_grid(tmp_path / "runs/compare")
+    assert results.defences == ["Mine", "FedAssay", "FedCBO", "Trimmed mean", "Local training"]
+    assert len(results.rows.query("role == 'attack'").accuracy.dropna()) == 10
+    # Without a criterion of its own, the row FedAssay would have that of mine.toml.
+    algorithms = [results.table["defences"][name]["algorithm"] for name in ("Mine", "FedAssay")]
+    assert [part["criterion"] for part in algorithms] == ["mine:criterion", "class_loss_excess"]
 
 
 def test_keys_and_parts_are_listed_and_described():

@@ -203,6 +203,20 @@ def test_extends_changes_a_preset_section_by_section(tmp_path):
     assert loaded.algorithm == preset.algorithm
 
 
+def test_a_file_extends_another_beside_it(tmp_path):
+    (tmp_path / "base.toml").write_text('extends = "digits-fedassay"\nrounds = 7\ntitle = "Base"\n')
+    (tmp_path / "mine.toml").write_text('extends = "base.toml"\n[agents]\nbudget = 3\n')
+    loaded = load(tmp_path / "mine.toml")
+    assert (loaded.name, loaded.title, loaded.rounds) == ("mine", "FedAssay", 7)
+    assert loaded.agents.budget == 3
+
+    (tmp_path / "base.toml").write_text('extends = "mine.toml"\n')
+    with pytest.raises(ConfigError, match=r"`extends` = 'base\.toml' leads back to itself"):
+        load(tmp_path / "base.toml")
+    with pytest.raises(ConfigError, match="names a file, which only a file can extend"):
+        load({"name": "x", "extends": "mine.toml"})
+
+
 def test_changes_apply_at_every_depth():
     changed = load(
         tiny(),

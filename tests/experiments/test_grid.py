@@ -18,6 +18,7 @@ from tests.tiny import bits, run_cli, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.grid import _grid_runner, _tuning, grids, load_grid
 from fedcb2o.experiments.grid._eta import TimeEstimate, format_duration
 from fedcb2o.experiments.grid._loading import _parse_grid, _read_built_in
@@ -156,6 +157,18 @@ def test_an_entry_without_attackers_has_no_baseline():
         grid(attacks={"Label flip": FLIP, "Calm": calm}, defences={"One": {}})
     ).cells()
     assert [cell.baseline is None for cell in cells if cell.key.attack == "Calm"] == [True]
+
+
+def test_a_defence_has_the_algorithm_of_the_preset_that_it_extends():
+    entry = {"extends": "digits-fedcb2o-released", "algorithm": {"alpha": 3.0}}
+    plan = load_grid(grid(defences={"Released": entry}))
+    released = load("digits-fedcb2o-released", {"algorithm.alpha": 3.0})
+    experiment = plan.experiment("", "Released", next(iter(plan.attacks)))
+    assert str(experiment.algorithm.build()) == str(released.algorithm.build())
+    assert experiment.agents.hold_out == plan.shared["agents"].get("hold_out", True)
+    message = "defence `A`: there is no preset `digits-fedcboo`. Did you mean `digits-fedcbo`"
+    with pytest.raises(ConfigError, match=message):
+        load_grid(grid(defences={"A": {"extends": "digits-fedcboo"}}))
 
 
 def test_settings_multiply_the_cells():

@@ -9,11 +9,11 @@ from typer import Argument
 
 from fedcb2o.errors import ConfigError
 
-_FILES = ("mine.py", "mine.toml")
+_FILES = ("mine.py", "mine.toml", "compare.toml")
 
 
 def new(folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the files.")]) -> Path:
-    """Write a small experiment of your own: mine.py and mine.toml, which run as they are.
+    """Write an experiment of your own, and a grid that compares it with rivals. Both run.
 
     Example: fedcb2o new lab && cd lab && fedcb2o run mine.toml
     """
@@ -26,6 +26,7 @@ def new(folder: Annotated[Path, Argument(metavar="DIR", help="Folder of the file
         # Mode "x" refuses a file that appeared after the check.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write((templates / f"{name}.txt").read_text("utf-8"))
-    print(f"Wrote {folder / 'mine.py'} and {folder / 'mine.toml'}. Next:")
+    print(f"Wrote {', '.join(str(folder / name) for name in _FILES)}. Next:")
     print(f"cd {folder} && fedcb2o run mine.toml && fedcb2o report runs/mine")
+    print("To compare: fedcb2o bench compare.toml && fedcb2o report runs/compare")
     return folder

@@ -121,6 +121,9 @@ def grid_schema() -> _Schema:
     axes = {}
     for axis in ("settings", "defences", "attacks"):
         entry = {**varied, **{key: lists[key] for key in AXIS_KEYS.get(axis, ())}}
+        if axis == "defences":
+            text = "The preset whose algorithm the defence has."
+            entry["extends"] = {"enum": list(presets()), "description": text}
         axes[axis] = {"type": "object", "additionalProperties": _object(entry)}
     properties = {
         "extends": _extends(),
@@ -174,8 +177,9 @@ def _parameter_text(name: str, default: Any) -> str:
 
 
 def _extends() -> _Schema:
-    description = "The preset that this file changes, section by section."
-    return {"enum": list(presets()), "description": description}
+    description = "The preset, or the file beside this one, that this file changes by section."
+    file = {"type": "string", "pattern": r"\.toml$"}
+    return {"anyOf": [{"enum": list(presets())}, file], "description": description}
 
 
 def _object(properties: _Schema, required: Sequence[str] = ()) -> _Schema:

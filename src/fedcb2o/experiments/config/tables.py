@@ -82,21 +82,24 @@ def raise_if_grid_folder(name: str) -> None:
         )
 
 
-def read_table(path: Path) -> dict[str, Any]:
-    """Read a TOML file, and work in the preset that it extends."""
+def read_table(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Read a TOML file, and work in the preset or the file that it extends.
+
+    `extending` are the files that extend it.
+    """
     try:
         table = records.read_toml(path, follow_links=True)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error
-    # A run or a grid of an earlier version has original names of plug-ins and parameters.
+    # A run or a grid of an earlier version has original names of plug-ins and parameters. Its
+    # folder may be another person's, so that nothing beside it is read.
     if path.name in _RECORDED_FILES:
-        table = records.current_settings(table)
-    else:  # the folder of a run may be another person's
-        plugins.find_modules_beside(path)
+        return resolve_extends({**_names_of_file(path), **records.current_settings(table)})
+    plugins.find_modules_beside(path)
     if "name" not in table:
         table = {**_names_of_file(path), **table}
-    return resolve_extends(table)
+    return resolve_extends(table, (*extending, path))
 
 
 def _names_of_file(path: Path) -> dict[str, str]:
@@ -113,18 +116,26 @@ def _names_of_file(path: Path) -> dict[str, str]:
     return {"name": name, "title": os.fsencode(stem).decode(errors="replace")}
 
 
-def resolve_extends(table: dict[str, Any]) -> dict[str, Any]:
-    """Merge a table over the preset that its key `extends` names, section by section.
+def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Merge a table over the preset or file that its key `extends` names, section by section.
 
     The key is removed from `table`. The title is empty unless `table` has one: the algorithm
-    decides it.
+    decides it. A file is looked for beside the last of `files`, from which the table was read.
     """
     name = table.pop("extends", None)
     if name is None:
         return table
-    if str(name).endswith(".toml"):
-        raise ConfigError(f"`extends` = {name!r} must be the name of a preset, not a file")
-    base = preset(str(name))
+    if not str(name).endswith(".toml"):
+        base = preset(str(name))
+    elif not files:
+        raise ConfigError(
+            f"`extends` = {name!r} names a file, which only a file can extend: give a preset"
+        )
+    else:
+        path = files[-1].parent / str(name)
+        if any(path.resolve() == file.resolve() for file in files):
+            raise ConfigError(f"{files[-1]}: `extends` = {name!r} leads back to itself")
+        base = read_table(path, files)
     for key in ("name", "title", "description"):
         base.pop(key, None)
     merged = {key: merge(base.get(key), value) for key, value in table.items()}

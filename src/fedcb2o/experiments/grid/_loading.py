@@ -59,6 +59,11 @@ def load_grid(
             table["defences"] = {
                 name: _keep_seeds(entry, changes["seeds"]) for name, entry in defences.items()
             }
+    if isinstance(table.get("defences"), Mapping):
+        table["defences"] = {
+            name: _extended_defence(f"{where}: defence `{name}`", entry)
+            for name, entry in table["defences"].items()
+        }
     if "rounds" in table and "defences" not in table:
         raise ConfigError(f"{where} has no `defences`: an experiment is run by `fedcb2o run`")
     try:
@@ -68,6 +73,21 @@ def load_grid(
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
     return grid
+
+
+def _extended_defence(where: str, defence: Any) -> Any:
+    """Merge a defence over the algorithm of the preset that its key `extends` names.
+
+    The other sections of the preset, such as its data, are those of the grid.
+    """
+    if not isinstance(defence, Mapping) or "extends" not in defence:
+        return defence
+    changes = {key: value for key, value in defence.items() if key != "extends"}
+    try:
+        algorithm = tables.preset(str(defence["extends"]))["algorithm"]
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {error}") from error
+    return tables.merge({"algorithm": algorithm}, changes)
 
 
 def _keep_seeds(defence: Any, seeds: Any) -> Any:
