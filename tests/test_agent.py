@@ -301,7 +301,8 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
     other = copy.deepcopy(network)
     other[1].running_mean += 4.0
     network.train()
-    agent = Agent(network, validation=(X, Y), method={"name": "fedcbo", "mixing_factor": 0.5})
+    method = {"name": "fedcbo", "mixing_factor": 0.5}
+    agent = Agent(network, validation=(X, Y), method=method, buffers="shared")
     agent.aggregate({"b": other.state_dict()})
     assert network[0].weight.equal(frozen)
     torch.testing.assert_close(network[1].running_mean, torch.full((3,), 2.0))
@@ -309,6 +310,29 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
     other[0].weight += 1.0
     decision = agent.aggregate({"b": other.state_dict()})
     assert "its `0.weight` is not exchanged, and differs" in decision.refused["b"]
+
+
+def test_statistics_are_local_by_default_as_in_a_run():
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    other = copy.deepcopy(network)
+    with torch.no_grad():
+        other[0].weight += 1.0
+    other[1].running_mean += 1e6  # an attack on statistics: they are not read
+    method = {"name": "fedcbo", "mixing_factor": 1.0}
+    agent = Agent(network, validation=(X, Y), method=method)
+    assert "1.running_mean" not in agent.publish()
+    decision = agent.aggregate({"b": other.state_dict()})
+    assert decision.weights == {"b": 1.0}
+    # The statistics are those of the mixed model on the validation samples.
+    hidden = network[0](X.float())
+    torch.testing.assert_close(network[1].running_mean, hidden.mean(0))
+    torch.testing.assert_close(network[1].running_var, hidden.var(0))
+    assert network.training
+    with pytest.raises(ConfigError, match=r'`buffers` = "local" needs `validation` samples'):
+        Agent(network, judge=len, buffers="local")
+    with pytest.raises(ConfigError, match='`buffers` must be "shared" or "local" or "dropped"'):
+        Agent(network, validation=(X, Y), buffers="own")
+    assert "1.running_mean" in Agent(network, judge=len).publish()
 
 
 def test_an_agent_may_predict_numbers():

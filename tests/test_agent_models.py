@@ -47,7 +47,8 @@ def tied(seed=0):
 
 
 def make(network, **options):
-    return Agent(network, validation=(X, Y), method="fedcbo", **options)
+    options = {"method": "fedcbo", "buffers": "shared", **options}
+    return Agent(network, validation=(X, Y), **options)
 
 
 def loss_of(network):
@@ -232,11 +233,11 @@ CHANGES = [
 def test_the_network_is_read_where_it_is_used(change, method):
     """Losses and the new model are those of an agent that is made after the change."""
     network = tied()
-    agent = Agent(network, validation=(X, Y), method=method)
+    agent = make(network, method=method)
     with torch.no_grad():
         change(network)
     sent = {"a": make(tied(1)).publish(), "b": make(tied(2)).publish()}
-    later = Agent(copy.deepcopy(network), validation=(X, Y), method=method)
+    later = make(copy.deepcopy(network), method=method)
     decisions = [one.aggregate(sent) for one in (agent, later)]
     assert decisions[0] == decisions[1]
     assert agent.theta.equal(later.theta)
@@ -342,8 +343,9 @@ def test_statistics_are_exchanged_with_and_without_trained_weights(norm):
         return nn.Sequential(layer, nn.Linear(4, 3))
 
     method = {"name": "fedcbo", "mixing_factor": 0.5}
-    agent = Agent(network(0.0), validation=(X, Y), method=method)
-    agent.aggregate({"a": Agent(network(4.0), validation=(X, Y)).publish()})
+    agent = Agent(network(0.0), validation=(X, Y), method=method, buffers="shared")
+    other = Agent(network(4.0), validation=(X, Y), buffers="shared")
+    agent.aggregate({"a": other.publish()})
     torch.testing.assert_close(agent.network[0].running_mean, torch.full((4,), 2.0))
 
 
@@ -404,7 +406,7 @@ def test_a_model_that_is_not_finite_is_named():
 def test_validation_samples_of_bytes_are_named():
     x = (np.arange(120).reshape(30, 4) * 2).astype(np.uint8)
     with pytest.warns(UserWarning, match="divides by 255"):
-        agent = Agent(tied(), validation=(x, Y), method="fedcbo")
+        agent = Agent(tied(), validation=(x, Y), method="fedcbo", buffers="shared")
     decision = agent.aggregate({"a": make(tied(1)).publish()})
     outputs = tied(1).eval()(torch.tensor(x) / 255).detach()
     assert decision.losses["a"] == pytest.approx(float(F.cross_entropy(outputs, Y)), abs=1e-5)

@@ -5,7 +5,7 @@ import dataclasses
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import torch
@@ -27,7 +27,7 @@ from fedcb2o.agent._settings import (
     num_classes,
     validation_shard,
 )
-from fedcb2o.data import Shard, inputs, sources, transforms, value_range
+from fedcb2o.data import Shard, features, inputs, sources, transforms, value_range
 from fedcb2o.errors import ConfigError, RunError, describe_type, require
 from fedcb2o.federated import algorithm2, single_agent
 from fedcb2o.federated.adversary import Attack
@@ -46,7 +46,7 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.federated.single_agent import ReceivedModel
-from fedcb2o.nn import parameters
+from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.plugins import PluginChoice, to_python
 from fedcb2o.rng import stream
@@ -70,8 +70,8 @@ class Agent:
 
     Args:
         network: A network, or theta as a flat array [d] for an agent with a `judge`. `aggregate`
-            changes its trained parameters in place. All trained parameters and shared batch-norm
-            statistics are the model theta; frozen parameters are not exchanged.
+            changes its trained parameters in place. All trained parameters are the model theta;
+            frozen parameters are not exchanged. Statistics of norms follow `buffers`.
         validation: Samples [n, ...] and labels [n] from 0 on, or targets of a regression, as a pair
             of arrays or a data set; see `fedcb2o.dataset`. They never leave the agent.
         columns: Names of the columns of samples and of labels, where `validation` has columns.
@@ -91,6 +91,9 @@ class Agent:
         num_samples: Number of the agent's training samples, for rules that weigh by them; by
             default the number of validation samples.
         malicious_share: Share of attackers that rules assume, in [0, 1).
+        buffers: Statistics of batch norms: "local" ones, estimated on the validation samples for
+            each model, "shared" ones in theta, or "dropped" ones, which stay. The default is
+            "local" as in `run`, and "shared" with a `judge`, whose samples the agent lacks.
 
     Attributes:
         network: The network; a stand-in for an agent without one.
@@ -117,6 +120,7 @@ class Agent:
         rounds: int = 100,
         num_samples: int | None = None,
         malicious_share: float = 0.0,
+        buffers: batch_norm.StatisticsMode | None = None,
     ) -> None:
         if (validation is None) == (judge is None):
             raise ConfigError("an agent needs `validation` samples or a `judge`, and not both")
@@ -124,6 +128,7 @@ class Agent:
         if judge is None and not is_network:
             raise ConfigError("an agent without a network needs a `judge` in place of `validation`")
         self.network, self._is_numpy = as_network(network)
+        _set_statistics_mode(self.network, buffers, has_samples=judge is None)
         parameters.dimension(self.network)
         self.round = 0
         self._judge = judge
@@ -554,3 +559,26 @@ class Agent:
         with torch.no_grad():
             for name, tensor in parameters.shared_tensors(self.network).items():
                 tensor.copy_(views[name])
+        if self._spec.has_local_statistics:
+            modes = [(part, part.training) for part in self.network.modules()]
+            group = single_agent.agent_group(self._spec, self._data, models=theta.unsqueeze(0))
+            for reference in group.references(np.zeros(1, np.int64)) or ():
+                batch_norm.estimate_statistics_(self.network, features(reference))
+            for part, mode in modes:
+                part.training = mode
+
+
+def _set_statistics_mode(
+    network: nn.Module, buffers: batch_norm.StatisticsMode | None, *, has_samples: bool
+) -> None:
+    """Set the mode of the network's statistics; ConfigError for an unknown or impossible one."""
+    buffers = buffers or ("local" if has_samples else "shared")
+    modes = get_args(batch_norm.StatisticsMode)
+    require("buffers", buffers, buffers in modes, " or ".join(f'"{mode}"' for mode in modes))
+    if buffers == "local" and not has_samples:
+        raise ConfigError(
+            '`buffers` = "local" needs `validation` samples, on which statistics are estimated: '
+            'take "shared" or "dropped" with a `judge`'
+        )
+    # In a user's loop a norm with frozen parameters may change its statistics: they are shared too.
+    batch_norm.set_statistics_mode(network, None if buffers == "shared" else buffers)

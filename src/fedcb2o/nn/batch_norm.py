@@ -39,8 +39,8 @@ _MODE_ATTRIBUTE = "agents_statistics"  # attribute of a norm that holds its mode
 _STATISTIC_NAMES = ("running_mean", "running_var")
 
 
-def set_statistics_mode(module: nn.Module, statistics: StatisticsMode) -> None:
-    """Set the mode of the statistics of all norms in a network."""
+def set_statistics_mode(module: nn.Module, statistics: StatisticsMode | None) -> None:
+    """Set the mode of the statistics of all norms; None for those of a user's own loop."""
     for layer in module.modules():
         if isinstance(layer, _NormBase):
             setattr(layer, _MODE_ATTRIBUTE, statistics)
