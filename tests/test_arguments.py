@@ -126,6 +126,7 @@ CASES = [
         (name, "", value, message)
         for name, message in (("load", NO_EXPERIMENT), ("bench", NO_GRID))
         for value in (None, 3, [1])
+        if (name, value) != ("load", None)
     ),
     *(("Run", "", value, "a run is read from its folder's path, got a") for value in (None, 3)),
     *(("section", "", make, "got a Dataset") for make in (digits, lambda: {"name": digits()})),

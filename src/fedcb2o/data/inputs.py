@@ -7,6 +7,7 @@ Example:
     Shard(2 samples of shape (1,))
 """
 
+import logging
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
@@ -37,6 +38,8 @@ from fedcb2o.rng import stream
 _MAX_ROUNDING_ERROR = 1e-6
 
 _MIN_COMPARED = 20  # samples from which a feature that equals the label is no coincidence
+_MOST_FRACTIONS = 20  # different numbers with fractions that are not taken for a regression
+_LOGGER = logging.getLogger(__name__)
 
 _PURPOSES = ("train", "validation", "test")
 
@@ -56,7 +59,7 @@ def dataset(
     class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
     standardise: bool | Literal["owner"] | Scaler = False,
-    numbers: bool = False,
+    numbers: bool | None = None,
 ) -> Dataset:
     """Make a data set from samples and labels: arrays, tensors, lists, tables or data sets.
 
@@ -86,7 +89,8 @@ def dataset(
         standardise: Whether to scale features to mean 0 and standard deviation 1 over the pool,
             which agents can agree on without their samples (`fedcb2o.data.Scaler`). "owner": each
             owner's features over its own pool. Or the scaler that was agreed on.
-        numbers: Whether `y` [n] or [n, k] holds the targets of a regression, without classes.
+        numbers: Whether `y` [n] or [n, k] holds the targets of a regression, without classes. By
+            default, floating-point numbers with fractions and more than 20 different values do.
 
     Returns:
         The data set.
@@ -164,7 +168,7 @@ def datasets(
     class_names: Iterable[str] | Mapping[Any, str] | None = None,
     test_share: float = 0.25,
     standardise: bool | Literal["owner"] | Scaler = False,
-    numbers: bool = False,
+    numbers: bool | None = None,
 ) -> Dataset:
     """Make a data set of several owners, each an agent with its samples.
 
@@ -183,7 +187,7 @@ def datasets(
         test_share: Share of an owner's samples that is held out where it gives no test samples; 0
             with `test` holds out none.
         standardise: As in `fedcb2o.dataset`.
-        numbers: Whether labels are the targets of a regression.
+        numbers: As in `fedcb2o.dataset`.
 
     Returns:
         The data set.
@@ -294,15 +298,15 @@ def check_parts(
     parts: Sequence[sources.Part],
     class_names: Iterable[str] | Mapping[Any, str] | None,
     *,
-    numbers: bool,
+    numbers: bool | None,
     exact: bool = False,
     tokens: bool = False,
 ) -> CheckedParts:
     """Check the samples and labels of parts, alone and against each other.
 
-    With `numbers`, labels are the targets of a regression. With `exact`, samples are float64, for
-    differences between them; with `tokens` they stay whole numbers. DataError is raised for
-    invalid samples or labels, and for parts that do not fit together.
+    With `numbers`, labels are the targets of a regression; None recognises them. With `exact`,
+    samples are float64, for differences between them; with `tokens` they stay whole numbers.
+    DataError is raised for invalid samples or labels, and for parts that do not fit together.
     """
     # 1. One order of columns, and images of one mode.
     x_names = [part.x_name for part in parts]
@@ -321,6 +325,8 @@ def check_parts(
         )
 
     # 2. Each part.
+    if numbers is None:
+        numbers = class_names is None and _are_targets(parts, ys)
     checked = [
         check_part(part._replace(x=x, y=y), numbers=numbers, exact=exact, tokens=tokens)
         for part, x, y in zip(parts, xs, ys, strict=True)
@@ -366,6 +372,26 @@ def _warn_of_labels_as_samples(
             " predicted from itself",
             stacklevel=4,
         )
+
+
+def _are_targets(parts: Sequence[sources.Part], ys: Sequence[Any]) -> bool:
+    """Return whether labels are the targets of a regression: fractions, and many values."""
+    arrays = [
+        input_arrays.to_array(part.y_name, y).ravel() for part, y in zip(parts, ys, strict=True)
+    ]
+    if any(y.dtype.kind not in "iuf" for y in arrays):
+        return False
+    values = np.unique(np.concatenate(arrays))
+    has_fractions = np.isfinite(values).all() and (values != np.round(values)).any()
+    if not has_fractions or len(values) <= _MOST_FRACTIONS:
+        return False
+    _LOGGER.warning(
+        "`%s` has %d different numbers with fractions: they are the targets of a regression."
+        " `numbers` = true says so without this line.",
+        parts[0].y_name,
+        len(values),
+    )
+    return True
 
 
 def check_part(

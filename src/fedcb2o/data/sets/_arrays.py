@@ -34,7 +34,7 @@ def arrays(
     data_dir: Path | None = None,
     test_share: float = 0.25,
     standardise: bool | Literal["owner"] = False,
-    numbers: bool = False,
+    numbers: bool | None = None,
 ) -> Dataset:
     """Read a data set from an .npz file (`numpy.savez`).
 

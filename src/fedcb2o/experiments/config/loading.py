@@ -27,8 +27,8 @@ _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
 _METHOD_SECTIONS = ("algorithm", "agents")  # sections that a preset's title describes
 # Keys of these sections that no title describes: the share of samples that only validate.
 _SAMPLE_KEYS = ("agents.hold_out", "agents.validation")
-# Keys of other libraries, and the keys of the same meaning in an experiment.
-_KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
+KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
+"""Keys of other libraries, and the keys of the same meaning in an experiment."""
 
 
 def load(
@@ -149,8 +149,8 @@ def _short_repr(value: Any) -> str:
 
 def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
     """Return ' Did you mean `algorithm.alpha`?' for an unknown key, by all sections."""
-    if path[-1] in _KEYS_OF_OTHER_LIBRARIES:
-        return f" It is `{_KEYS_OF_OTHER_LIBRARIES[path[-1]]}` here"
+    if path[-1] in KEYS_OF_OTHER_LIBRARIES:
+        return f" It is `{KEYS_OF_OTHER_LIBRARIES[path[-1]]}` here"
     keys = list(Experiment.model_fields)
     for section, model in (("agents", AgentsSection), ("training", TrainingSection)):
         keys += [f"{section}.{name}" for name in model.model_fields]

@@ -1,6 +1,7 @@
 """The run of an experiment: one folder per run, one subfolder per seed."""
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 from fedcb2o import tracking
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.experiments.config import arguments
+from fedcb2o.experiments.config import arguments, short_calls
 from fedcb2o.experiments.config.datasets import load_dataset, load_for_data
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs import _remote_runs
@@ -39,7 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 @safe_streams()
 def run(
-    experiment: str | Path | Mapping[str, Any] | Experiment,
+    experiment: str | Path | Mapping[str, Any] | Experiment | None = None,
     *,
     out: str | Path | None = None,
     seeds: Sequence[int] | None = None,
@@ -51,14 +52,17 @@ def run(
     cluster: str | None = None,
     blocks: int | None = None,
     track: str | Sequence[str] | None = None,
+    **settings: Any,
 ) -> Run:
     """Run an experiment for each of its seeds and return its records.
 
     Neither `workers` nor `cluster` nor `blocks` changes a bit of the results.
 
     Args:
-        experiment: A preset's name, a TOML file, a mapping or an `Experiment`.
-        out: The run's folder, by default runs/NAME.
+        experiment: A preset's name, a TOML file, a mapping or an `Experiment`. Without it, `data`
+            and further settings are the experiment.
+        out: The run's folder, by default runs/NAME, or the first of runs/run, runs/run-2 and so on
+            without an experiment.
         seeds: Seeds in place of the experiment's.
         data_dir: Folder of downloaded data sets.
         workers: Number of processes, at most the numbers of processors and of agents. The default
@@ -77,6 +81,13 @@ def run(
             that is lost with a part of the cluster is done again.
         track: Trackers that receive the records: "tensorboard", "tensorboard=DIR", "mlflow" or
             "mlflow=URI", one or several.
+        **settings: Keys of an experiment, of its sections `agents` and `training`, or sections as
+            tables, which replace those of `experiment`. `seed` is the only seed. `data` may also be
+            samples and labels (x, y), a table, the path of a CSV file or owners' data by name, and
+            `model` a network, with whose parameters all agents begin. `owners` and the arguments of
+            `fedcb2o.dataset` describe such data. By default the owners are the agents, or ten
+            agents share the samples; with an attack a fifth of them is malicious. There are 20
+            rounds, one seed, an MLP or for images a CNN, and the recommended method.
 
     Returns:
         The records of the run.
@@ -85,11 +96,28 @@ def run(
         ConfigError: If an argument or a setting is not valid.
         DataError: If the data set is missing or damaged.
         RunError: If the run cannot be started, continued or finished.
+
+    Example:
+        >>> import tempfile
+        >>> from sklearn.datasets import load_iris
+        >>> x, y = load_iris(return_X_y=True)
+        >>> attack = {"name": "label_flip", "source": 0, "target": 1}
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     finished = run(data=(x, y), rounds=2, attack=attack, seed=1, out=folder)
+        ...     finished.agents.malicious.sum()
+        np.int64(2)
     """
-    changes = None if seeds is None else {"seeds": arguments.parse_seeds(seeds)}
     arguments.check_path("data_dir", data_dir)
     data_folder = None if data_dir is None else Path(data_dir)
-    loaded, dataset = load_for_data(experiment, changes, data_folder)
+    source: Any = experiment
+    changes: dict[str, Any] = {}
+    if settings or source is None:
+        source, changes = short_calls.settings_of(source, settings, data_folder)
+    if seeds is not None:
+        changes["seeds"] = arguments.parse_seeds(seeds)
+    loaded, dataset = load_for_data(source, changes or None, data_folder)
+    if experiment is None and out is None and not resume and "name" not in settings:
+        out = _unused_folder(loaded.name)
     return run_loaded(
         loaded,
         dataset,
@@ -103,6 +131,12 @@ def run(
         blocks=blocks,
         track=track,
     )
+
+
+def _unused_folder(name: str) -> Path:
+    """Return the first of runs/NAME, runs/NAME-2 and so on that does not exist."""
+    folders = (Path("runs") / (f"{name}-{k}" if k > 1 else name) for k in itertools.count(1))
+    return next(folder for folder in folders if not folder.exists())
 
 
 def run_loaded(
