@@ -48,7 +48,7 @@ def test_the_conda_recipe_has_the_requirements_of_the_project():
     assert all(f"{name} = {entry}" in recipe for name, entry in PROJECT["scripts"].items())
 
 
-def test_the_journal_article_counts_defences_and_attacks_and_marks_what_is_missing():
+def test_the_journal_article_counts_defences_and_attacks_and_marks_missing_figures():
     article = read("paper/joss/paper.md")
     words = " ".join(article.split())
     assert f"{count_defences()} defences and {len(attacks.__all__)} attacks" in words
