@@ -231,6 +231,7 @@ def main() -> None:
         case.lower,
         case.upper,
         case.dim,
+        clusters=case.settings.get("clusters", False),
         dynamics=dynamics,
         num_particles=options.benign,
         adversaries=attackers(options.attack, options.malicious, case, options.mass),

@@ -38,6 +38,9 @@ USER_MODULE = textwrap.dedent("""
 
     def one_point(x):
         return (x[0] - 1) ** 2 + abs(x[1])
+
+    def total(x):
+        return abs(x[0]) + abs(x[1])
 """)
 
 
@@ -69,7 +72,9 @@ def test_a_run_has_the_results_of_python():
     assert (table["lower"], table["upper"]) == (expected.lower.item(), expected.upper.item())
     for name in ("nit", "nfev", "message", "success", "seed"):
         assert table[name] == getattr(expected, name)
-    assert table["dynamics"] == {"name": "Adaptive", "delta_q": 0.001, "xtol": None}
+    assert table["dynamics"] == {
+        "name": "Adaptive", "delta_q": 0.001, "xtol": None, "agree": "x",
+    }  # fmt: skip
     error = (expected.x - torch.tensor(CIRCLE.target)).abs().max().item()
     assert table["error"] == pytest.approx(error)
     assert f"error {error:.3g} (largest coordinate) from the target (1, 0)" in out
@@ -129,6 +134,18 @@ def test_a_users_functions_have_no_target():
 def test_the_objective_may_be_a_function_of_one_point():
     _, table = run_to_table("--lower", "minimise_mine:one_point", "--dim", 2, "--maxfev", 3000)
     assert table["x"] == pytest.approx([1, 0], abs=1e-3)
+
+
+def test_a_constraint_has_an_import_path_and_a_bound():
+    """The function |x1 - 1|^2 + |x2|, where |x1| + |x2| is at most 1/2."""
+    words = ["--lower", "minimise_mine:one_point", "--dim", 2, "--maxfev", 3000]
+    _, table = run_to_table(*words, "--constraint", "minimise_mine:total<=0.5")
+    assert table["x"] == pytest.approx([0.5, 0], abs=1e-3)
+    assert table["status"] in ("success", "maxfev")
+    for text in ("minimise_mine:total", "minimise_mine:total<=x", "minimise_mine:total<1"):
+        done = run_cli("minimize", *words, "--constraint", text)
+        assert done.status == 2
+        assert "--constraint needs MODULE:FUNCTION<=NUMBER, or with >= or =, got" in done.err
 
 
 def test_the_success_rate_counts_runs_near_the_target():

@@ -25,6 +25,13 @@ def with_dynamics(settings):
     return rest
 
 
+def minimize(lower, *arguments, **settings):
+    """Minimise; a list of objectives is one of clusters."""
+    if isinstance(lower, list | tuple):
+        settings["clusters"] = True
+    return fedcb2o.minimize(lower, *arguments, **settings)
+
+
 def minimize_on_circle(**settings):
     """Minimise with flat settings."""
     return fedcb2o.minimize(circle, G, 2, **with_dynamics(settings))

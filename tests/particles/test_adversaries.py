@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from tests.names import steady
-from tests.particles.problems import double, with_dynamics
+from tests.particles.problems import double, minimize, with_dynamics
 from torch.testing import assert_close
 
-from fedcb2o import Adversary, CaptureWarning, ConfigError, Paper, minimize
+from fedcb2o import Adversary, CaptureWarning, ConfigError, Paper
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
 from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid

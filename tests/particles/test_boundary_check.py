@@ -95,8 +95,8 @@ def test_an_error_outside_the_domain_does_not_prevent_success(domain, success, u
 
 def test_success_requires_every_cluster():
     near, far = squared_distance_to(0.0, 0.0), squared_distance_to(0.0, 50.0)
-    assert minimize([near, near], dim=2, **QUICK).success
-    batch = minimize([near, far], dim=2, runs=2, **QUICK)
+    assert minimize([near, near], dim=2, clusters=True, **QUICK).success
+    batch = minimize([near, far], dim=2, runs=2, clusters=True, **QUICK)
     assert not batch.success.any()
 
 
@@ -140,9 +140,8 @@ def test_agreement_before_the_first_step_is_refused(settings, message):
 
 
 def test_one_particle_per_cluster_is_enough():
-    assert minimize(
-        [squared_distance_to(0.0), squared_distance_to(0.0)], dim=2, num_particles=1, maxiter=5
-    ).x.shape == (2, 2)
+    pair = [squared_distance_to(0.0), squared_distance_to(0.0)]
+    assert minimize(pair, dim=2, clusters=True, num_particles=1, maxiter=5).x.shape == (2, 2)
     attacked = fedcb2o.Adversary(lambda view: (0.0, 0.0), 3, [1.0, 0.0])
     result = minimize(
         squared_distance_to(1.0, 0.0),

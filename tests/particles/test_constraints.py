@@ -212,7 +212,7 @@ def test_invalid_constraints_are_refused(constraints, message):
 
 def test_constraints_are_refused_for_several_clusters():
     with pytest.raises(ConfigError, match="`constraints` need one objective"):
-        minimize([distance, distance], dim=2, constraints=DISC)
+        minimize([distance, distance], dim=2, constraints=DISC, clusters=True)
 
 
 @pytest.mark.parametrize(

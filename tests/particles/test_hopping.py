@@ -148,8 +148,10 @@ def test_dynamics_by_name_have_the_default_parameters():
     assert torch.equal(default.theta, expected)
     assert not torch.equal(default.theta, named.theta[:24])
     clusters = [objectives.circle] * 2
-    implied = minimize(clusters, G, 2, maxiter=3)
-    assert torch.equal(implied.theta, minimize(clusters, G, 2, maxiter=3, dynamics=Paper()).theta)
+    implied = minimize(clusters, G, 2, maxiter=3, clusters=True)
+    assert torch.equal(
+        implied.theta, minimize(clusters, G, 2, maxiter=3, clusters=True, dynamics=Paper()).theta
+    )
 
 
 @pytest.mark.parametrize(
@@ -168,7 +170,7 @@ def test_dynamics_by_name_have_the_default_parameters():
 )
 def test_invalid_dynamics_are_refused(lower, dynamics, message):
     with pytest.raises(ConfigError, match=message):
-        minimize(lower, G, 2, dynamics=dynamics)
+        minimize(lower, G, 2, dynamics=dynamics, clusters=not callable(lower))
 
 
 def test_particles_respect_bounds_and_fixed_coordinates():

@@ -13,12 +13,12 @@ import torch
 from scipy import optimize
 from tests import reference
 from tests.names import steady
-from tests.particles.problems import G, double, minimize_on_circle, with_dynamics
+from tests.particles.problems import G, double, minimize, minimize_on_circle, with_dynamics
 from tests.type_checks import VARIABLE
 from torch.testing import assert_close
 
 import fedcb2o
-from fedcb2o import Adaptive, Adversary, CaptureWarning, ConfigError, Paper, RunError, minimize
+from fedcb2o import Adaptive, Adversary, CaptureWarning, ConfigError, Paper, RunError
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.noise import Normals
 from fedcb2o.particles.objectives import circle, circle_about, last_coordinate, problem
@@ -1360,7 +1360,7 @@ def test_capture_warnings_are_issued_and_noted():
     dynamics = Paper(noise="isotropic", sigma1=9.0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        result = minimize(circle, G, 2, maxiter=0, adversaries=attack, dynamics=dynamics)
+        result = fedcb2o.minimize(circle, G, 2, maxiter=0, adversaries=attack, dynamics=dynamics)
     assert [warning.category for warning in caught] == [CaptureWarning, CaptureWarning]
     assert issubclass(CaptureWarning, UserWarning)
     assert any("take delta_q > 0" in note for note in result.notes)

@@ -52,7 +52,7 @@ def test_an_objective_that_writes_into_the_particles_is_named(writer, runs):
     if writer in (by_torch, by_view):  # a tensor with autograd has no NumPy array
         reason = rf"`lower`, .*{writer.__name__}, writes into the particles"
         with pytest.raises(ConfigError, match=reason):
-            minimize([circle, writer], dim=2, dynamics=Paper(lambda2=0.1), runs=runs)
+            minimize([circle, writer], dim=2, dynamics=Paper(lambda2=0.1), runs=runs, clusters=True)
     reason = rf"`upper`, .*{writer.__name__}, writes into the particles"
     with pytest.raises(ConfigError, match=reason):
         minimize(circle, writer, dim=2, dynamics=Paper(batch=50), runs=runs)

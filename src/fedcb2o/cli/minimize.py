@@ -4,6 +4,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Sequence
 from enum import StrEnum
 from importlib.metadata import version
@@ -20,7 +21,18 @@ if TYPE_CHECKING:
 
 _Dynamics = StrEnum("_Dynamics", ["adaptive", "paper"])
 _OPTIONS = ("x0", "spread", "num_particles", "maxiter", "maxfev", "time_limit", "seed", "runs")
-_RESULTS = ("x", "lower", "upper", "success", "message", "nit", "nfev", "excluded", "spread")
+_RESULTS = (
+    "x",
+    "lower",
+    "upper",
+    "success",
+    "status",
+    "message",
+    "nit",
+    "nfev",
+    "excluded",
+    "spread",
+)
 
 
 def minimize(
@@ -34,6 +46,13 @@ def minimize(
     ] = None,
     upper: Annotated[
         str | None, Option(metavar="FUNCTION", help="G of your own; without it, CBO of L.")
+    ] = None,
+    constraint: Annotated[
+        list[str] | None,
+        Option(
+            metavar="CONDITION",
+            help="Constraint, MODULE:FUNCTION<=NUMBER, or with >= or =. Repeatable.",
+        ),
     ] = None,
     dim: Annotated[int | None, Option(help="Number of coordinates.")] = None,
     bounds: Annotated[
@@ -67,7 +86,8 @@ def minimize(
     --set are those of fedcb2o.Adaptive (delta_q, xtol) and of fedcb2o.Paper: alpha, beta, lambda1,
     sigma1, lambda2, sigma2, dt, noise, radius, quantile, batch and update too.
 
-    Example: fedcb2o minimize circle-ackley --runs 100 --tol 0.01
+    Examples: fedcb2o minimize circle-ackley --runs 100 --tol 0.01,
+    fedcb2o minimize --lower mine:cost --constraint "mine:load<=2.5" --dim 3
     """
     import torch
 
@@ -95,8 +115,12 @@ def minimize(
     settings = {name: options[name] for name in _OPTIONS if options[name] is not None}
     if box is not None:
         settings["bounds"] = box
-    if dynamics != "adaptive":  # in place of the published settings
-        settings = {**chosen.settings, **settings}
+    published = chosen.settings
+    if dynamics == "adaptive":  # in place of the published settings
+        published = {name: value for name, value in published.items() if name == "clusters"}
+    settings = {**published, **settings}
+    if constraint:
+        settings["constraints"] = [_parse_constraint(text) for text in constraint]
     settings["dynamics"] = _build_dynamics(dynamics, settings, parse_settings(changes), chosen)
 
     # 2. The run, and its result.
@@ -170,6 +194,24 @@ def _resolve_problem(
     title = f"L = {lower}, {f'G = {upper}' if upper else 'no G'}"
     own = (_user_objective("L", lower), _user_objective("G", upper))
     return Problem("own", title, *own, dim, target=())
+
+
+def _parse_constraint(text: str) -> Any:
+    """Convert "module:function<=1" to a constraint of SciPy's."""
+    from scipy.optimize import NonlinearConstraint
+
+    match = re.fullmatch(r"\s*(.+?)\s*(<=|>=|=)\s*([^<>=]+?)\s*", text)
+    try:
+        number = float(match[3]) if match else math.nan
+    except ValueError:
+        number = math.nan
+    if match is None or not math.isfinite(number):
+        raise ConfigError(
+            f"--constraint needs MODULE:FUNCTION<=NUMBER, or with >= or =, got {text!r}"
+        )
+    low = -math.inf if match[2] == "<=" else number
+    high = math.inf if match[2] == ">=" else number
+    return NonlinearConstraint(_user_objective("constraint", match[1]), low, high)
 
 
 def _user_objective(kind: str, path: str | None) -> Any:

@@ -55,6 +55,8 @@ class Adaptive:
         xtol: Spread at which an ensemble has collapsed, the root mean squared distance of the
             benign particles from the consensus point. By default, and at least, 1e-7 of the box
             (1e-5 for float32).
+        agree: What independent searches must have in common for a success: "x", or the "value",
+            where minimisers of equal value may be apart.
 
     Raises:
         ConfigError: A parameter is out of its range.
@@ -62,6 +64,7 @@ class Adaptive:
 
     delta_q: float = 0.0
     xtol: float | None = None
+    agree: str = "x"
 
     # Hopping has no time of its own. Adversaries and the history need one.
     dt: ClassVar[float] = 0.1
@@ -71,6 +74,7 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         """Check the parameters, and convert them to plain numbers."""
+        settings.check_choices({"`agree`": (self.agree, ("x", "value"))})
         given = {"delta_q": self.delta_q}
         if self.xtol is not None:
             given["xtol"] = self.xtol
@@ -112,6 +116,7 @@ class Adaptive:
                     budget=float(maxfev or math.inf),
                     can_search=start.finish and _is_searchable(system.clusters[0], len(low)),
                     has_first=start.has_first,
+                    by_value=self.agree == "value",
                     is_exact=isinstance(system.clusters[0].lower, Constraints),
                 )
             )

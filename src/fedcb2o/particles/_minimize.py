@@ -15,6 +15,7 @@ Example:
     (True, True)
 """
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -32,6 +33,7 @@ from fedcb2o.particles.constraints import with_constraints
 from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.functions import convert_functions
 from fedcb2o.particles.initialisation import Seed, start_runs
+from fedcb2o.particles.levels import minimize_in_order, split_levels
 from fedcb2o.particles.result import Dynamics, Result
 from fedcb2o.particles.state import State
 
@@ -42,6 +44,9 @@ def minimize(
     upper: Objective | Sequence[Objective | None] | None = None,
     dim: int | None = None,
     *,
+    tolerances: Any = None,
+    levels: int | None = None,
+    clusters: bool = False,
     args: Any = (),
     constraints: Any = (),
     bounds: Any = None,
@@ -69,17 +74,29 @@ def minimize(
 
     Both are functions of an ensemble, [..., d] -> [...], called once per step, or of one point,
     [d] -> a number. They receive tensors or NumPy arrays; the first call finds the form. Without G
-    the method is consensus-based optimisation (CBO) of L. With K objectives in `lower` it is the
-    clustered system: FedCB2O (eq:fedcb2o_dynamics) with G, FedCBO (eq:fedcbo_dynamic) without.
-    Every cluster has its own L, its own particles and its own result.
+    the method is consensus-based optimisation (CBO) of L.
+
+    `minimize([a, b, c])` minimises objectives in order: b among the minimisers of a, and c among
+    the minimisers of b among them; `minimize([a, b])` is `minimize(a, b)`.
+
+    With `clusters` the K objectives in `lower` are those of the clustered system: FedCB2O
+    (eq:fedcb2o_dynamics) with G, FedCBO (eq:fedcbo_dynamic) without. Every cluster has its own L,
+    its own particles and its own result.
 
     With `constraints`, `minimize(f, constraints=...)` minimises f among the feasible points: L is
     the sum of the scaled violations, and G is f. `minimize(lower, upper, constraints=...)`
     minimises G among the minimisers of L among the feasible points.
 
     Args:
-        lower: L, or a sequence of K; with `constraints` and without `upper`, the objective.
-        upper: G, or a sequence of K, or None.
+        lower: L, or a sequence of objectives in order or of clusters; with `constraints` and
+            without `upper`, the objective.
+        upper: G, or None; with `clusters`, one for all or one for each.
+        tolerances: How far each objective in order but the last may be above its least value: a
+            number, "5%" of that value, or "1 se", standard errors of the mean of the values that
+            the objective returns per point, such as one per fold; one for all, or one for each.
+        levels: Number of objectives in order that a single function `lower` returns per point,
+            such as 2 of a function [d] -> (L, G).
+        clusters: Whether the objectives in `lower` are those of clusters.
         dim: d; by default that of `x0`, `bounds` or `initial`.
         args: Further arguments of `lower`, `upper` and `gradient`, a tuple or one value.
         constraints: A NonlinearConstraint or LinearConstraint of scipy.optimize, a dictionary with
@@ -132,6 +149,13 @@ def minimize(
             delta_q = 0 if they leave fewer than two benign particles in Q_beta
             (`capture_risk.benign_left`), and if beta is not below w_b / 2.
     """
+    arguments = dict(locals())
+    ordered = _objectives_in_order(arguments)
+    if ordered is not None:
+        for name in ("lower", "upper", "tolerances", "levels", "clusters"):
+            del arguments[name]
+        steps = inspect.unwrap(minimize)
+        return (yield from minimize_in_order(steps, ordered, tolerances, arguments))
     limits = Limits(maxiter, maxfev, time_limit, record_every)
     if callback is not None:
         settings.check_function("`callback`", callback)
@@ -146,6 +170,38 @@ def minimize(
     if start.is_fixed and isinstance(chosen, Adaptive):
         chosen = _for_one_point(chosen)
     return (yield from drive(start, chosen, limits, callback=callback))
+
+
+def _objectives_in_order(arguments: dict[str, Any]) -> list[Any] | None:
+    """Return the objectives in order, or None for a bi-level problem or clusters."""
+    lower, levels = arguments["lower"], arguments["levels"]
+    is_sequence = isinstance(lower, Sequence) and not isinstance(lower, str)
+    if arguments["clusters"]:
+        if not is_sequence or levels is not None or arguments["tolerances"] is not None:
+            raise ConfigError(
+                "`clusters` need a sequence of objectives as `lower`, one for each cluster, without"
+                " `levels` and `tolerances`"
+            )
+        return None
+    if levels is not None:
+        settings.check_function("`lower` with `levels`", lower)
+        count = settings.check_count("`levels`", levels)
+        arguments["args"], args = (), arguments["args"]
+        lower = split_levels(lower, count, args, arguments["errors"])
+    elif not is_sequence:
+        if arguments["tolerances"] is None:
+            return None
+        if not callable(lower) or not callable(arguments["upper"]):
+            raise ConfigError("`tolerances` are for several objectives, and there is one")
+        return [lower, arguments["upper"]]
+    if arguments["upper"] is not None:
+        raise ConfigError(
+            "several objectives in `lower` are minimised in order, and the last one is in the place"
+            " of `upper`: leave `upper` out, or take `clusters` = True for one cluster each"
+        )
+    if not len(lower):
+        raise ConfigError("`lower` must be an objective or several, got none")
+    return list(lower)
 
 
 def resolve_dynamics(dynamics: Any, is_single: bool) -> Dynamics:

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import inspect
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import ParamSpec, TypeVar, get_args
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.dynamics import Objective, Values, evaluate_objectives
+from fedcb2o.plugins import did_you_mean
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
@@ -53,6 +54,27 @@ class EvaluationRequest:
         return evaluate_objectives(**vars(self))
 
 
+_HINTS = {
+    "workers": "a pool calls a function of one point by fedcb2o.from_point(f, workers=pool.map)",
+    "integrality": "let the functions round coordinates that are whole numbers, np.round(x[0])",
+    "tol": "a spread that ends a run is `dynamics=fedcb2o.Adaptive(xtol=...)`",
+    "method": "the method is chosen by `dynamics`",
+    "fun": "the objective is `lower`",
+    "jac": "the gradient of L is `gradient`",
+}
+
+
+def check_names(names: Iterable[str], valid: Iterable[str]) -> None:
+    """Refuse settings that `minimize` does not have, with the way to the same effect."""
+    valid = list(valid)
+    for name in names:
+        if name not in valid:
+            hint = did_you_mean(name, valid)
+            if name in _HINTS:
+                hint = f" Instead, {_HINTS[name]}."
+            raise ConfigError(f"minimize has no setting `{name}`.{hint}")
+
+
 EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 
 
@@ -61,9 +83,11 @@ def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P
 
     The function has the same arguments and returns the generator's result.
     """
+    valid = list(inspect.signature(steps).parameters)
 
     @functools.wraps(steps)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _T:
+        check_names(kwargs, valid)
         with torch.no_grad():
             generator = steps(*args, **kwargs)
             try:

@@ -203,7 +203,7 @@ def parse_constraints(constraints: Any, errors: str = "raise") -> list[Constrain
     of one point or of many. With `errors` "exclude" an exception of a constraint is NaN at that
     point.
     """
-    is_single = isinstance(constraints, (*_SCIPY_CLASSES, Mapping))
+    is_single = isinstance(constraints, (*_SCIPY_CLASSES, Mapping, Constraint))
     if constraints is None or callable(constraints) or not isinstance(constraints, Iterable):
         is_single = True
     items = [constraints] if is_single else list(constraints)
@@ -213,6 +213,8 @@ def parse_constraints(constraints: Any, errors: str = "raise") -> list[Constrain
 def _parse(name: str, item: Any, errors: str) -> Constraint:
     if isinstance(item, Mapping):
         return _parse_dictionary(name, item, errors)
+    if isinstance(item, Constraint):
+        return item
     if not isinstance(item, _SCIPY_CLASSES):
         raise ConfigError(
             f"{name} must be a NonlinearConstraint or LinearConstraint of scipy.optimize, or a"

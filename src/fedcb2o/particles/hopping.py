@@ -115,19 +115,22 @@ class Hopper:
         can_search: bool = False,
         has_first: bool = False,
         is_exact: bool = False,
+        by_value: bool = False,
     ) -> None:
         """Start the first ensemble.
 
         `low` is the low end of their box [d]. `update` receives `num_malicious` further particles.
         `precision` is the spread of a collapsed ensemble, relative to the box. With
         `can_search` local searches may follow (`search_from`). `has_first` tells if the first
-        particle is a user's point, `is_exact` if every violation counts, however small.
+        particle is a user's point, `is_exact` if every violation counts, however small. With
+        `by_value` ends of equal value agree, wherever they are.
         """
         self.budget = budget
         self.evaluated = 0
         # Evaluations outside of the steps of all runs.
         self.extra = 0
         self._has_first = has_first
+        self._by_value = by_value
         self._tie = 0.0 if is_exact else _TIE
         self._failures = 0 if can_search else _MAX_FAILURES
         # Point from which a local search shall start now.
@@ -375,7 +378,13 @@ class Hopper:
         return distinct
 
     def num_agreeing(self, best: End) -> int:
-        """Count the ensembles and local searches that ended at the same point."""
+        """Count the ensembles and local searches that ended at the same point or value."""
+        if self._by_value:
+            lower = best.lower + self.lower_tolerance
+            upper = best.upper + _RIVAL * self._upper_scale
+            return sum(
+                end.settled and end.lower <= lower and end.upper <= upper for end in self.ends
+            )
         nearest = _AGREEMENT * self.width
         return sum(
             end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends

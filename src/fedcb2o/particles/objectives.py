@@ -176,7 +176,7 @@ def problems() -> dict[str, Problem]:
             2,
             ((-1.5, -1.0), (1.5, -1.0)),
             bad=(-1.5, 1.0),
-            settings={"dynamics": Paper(lambda2=0.1, sigma2=0.01)},
+            settings={"dynamics": Paper(lambda2=0.1, sigma2=0.01), "clusters": True},
         ),
     )
     return {item.name: item for item in all_problems}

@@ -104,6 +104,7 @@ class Result(Mapping[str, Any]):
         constr_violation: Largest of these violations.
         seed: Seed of the run; `minimize(..., seed=result.seed[3])` repeats the fourth run alone.
         seconds: Wall time of all runs.
+        levels: Value of each objective at x, [levels], of objectives in order.
         runners_up: Up to five other ends, best first, as tuples (x, lower, upper, searches) with
             the number of searches that ended there; a list of lists with `runs`. Empty of "paper"
             dynamics.
@@ -129,6 +130,7 @@ class Result(Mapping[str, Any]):
     fun: Tensor
     constr: list[Tensor] | None = None
     constr_violation: Any = None
+    levels: Tensor | None = None
     runners_up: list[Any] = dataclasses.field(default_factory=list)
 
     def plot(self, ax: Any = None) -> Any:
@@ -190,6 +192,8 @@ class Result(Mapping[str, Any]):
                 rounded = np.round(torch.as_tensor(value).cpu().numpy(), 6) + 0.0  # no -0
                 text = np.array2string(rounded, precision=6, threshold=12, suppress_small=True)
                 lines.append((name, text))
+        if self.levels is not None and self.levels.shape[-1] > 2:
+            lines.append(("levels", np.round(self.levels.cpu().numpy(), 6) + 0.0))
         lines.append(("spread", f"{float(self.spread.max()):.3g}"))
         lines += [("nit", self.nit), ("nfev", self.nfev)]
         if self.excluded:

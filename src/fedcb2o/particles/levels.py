@@ -1,0 +1,251 @@
+"""Objectives in order: each is minimised among the minimisers of those before, within a tolerance.
+
+The levels are stages of `minimize`. With two levels without tolerance there is one stage, the
+bi-level problem. Otherwise each stage starts at the point of the stage before. An earlier level
+with a tolerance is a constraint, and earlier levels without one are L: the sum of what they are
+above their least values.
+
+Example:
+    >>> parse_tolerance("5%"), parse_tolerance("1 se"), parse_tolerance(0.1)
+    (Tolerance(relative=0.05), Tolerance(errors=1.0), Tolerance(absolute=0.1))
+"""
+
+import contextlib
+import dataclasses
+import functools
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.particles import settings
+from fedcb2o.particles._adaptive import Adaptive
+from fedcb2o.particles.ask_tell import EvaluationSteps
+from fedcb2o.particles.constraints import Constraint, parse_constraints
+from fedcb2o.particles.functions import UserFunction, takes_tensors, with_args
+from fedcb2o.particles.initialisation import has_many_seeds
+from fedcb2o.particles.result import Result
+
+
+@dataclasses.dataclass(frozen=True, repr=False)
+    """Largest distance of a level from its least value."""
+    """How far a level may be above its least value."""
+
+    absolute: float = 0.0
+    # Share of the least value's size.
+    relative: float = 0.0
+    # Standard errors of the mean, for a level that returns several values per point.
+    errors: float = 0.0
+
+    def __repr__(self) -> str:
+        """Return the kinds that are not 0."""
+        kinds = {name: value for name, value in vars(self).items() if value}
+        return f"Tolerance({', '.join(f'{name}={value}' for name, value in kinds.items())})"
+
+
+def parse_tolerance(value: Any) -> Tolerance:
+    """Convert a number, "5%", "1 se" (standard errors) or None to a tolerance."""
+    if value is None:
+        return Tolerance()
+    kind = "absolute"
+    number = value
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\S+?)\s*(%|se)\s*", value)
+        if not match:
+            raise ConfigError(
+                f'`tolerances` must be numbers, "5%" of the least value or "1 se", standard errors,'
+                f" got {value!r}"
+            )
+        number = match[1]
+        kind = "relative" if match[2] == "%" else "errors"
+        with contextlib.suppress(ValueError):  # refused below
+            number = float(number) / (100 if kind == "relative" else 1)
+    checked = settings.check_positive({"tolerances": number}, or_zero=True)["tolerances"]
+    return Tolerance(**{kind: checked})
+
+
+class Level:
+    """One objective in order; a level with standard errors is the mean of several values."""
+
+    def __init__(self, function: UserFunction, tolerance: Tolerance) -> None:
+        """Take a function of points, of several values per point with standard errors."""
+        self._function = function
+        self.tolerance = tolerance
+        # Largest value that counts as minimal, and a typical excess.
+        self.cap = 0.0
+        self._scale = 0.0
+        takes_tensors(self)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """Return the values [...] of points [..., d]."""
+        values: Tensor = self._function(x)
+        return values.mean(-1) if self.tolerance.errors else values
+
+    def finish(self, x: Tensor) -> None:
+        """Set the largest value that counts as minimal, at the minimiser x [d] of this level."""
+        values = self._function(x[None])[0].double()
+        self.cap = float(values.mean())
+        size = abs(self.cap)
+        if self.tolerance.errors:
+            count = values.numel()
+            if count < 2:
+                raise ConfigError(
+                    "a tolerance in standard errors needs a level that returns several values per"
+                    f" point, such as one per fold, got {count}"
+                )
+            self.cap += self.tolerance.errors * float(values.std()) / count**0.5
+        self.cap += self.tolerance.absolute + self.tolerance.relative * size
+
+    @property
+    def is_exact(self) -> bool:
+        """True without a tolerance."""
+        return self.tolerance == Tolerance()
+
+    def excess(self, x: Tensor) -> Tensor:
+        """Return what the level is above its cap, in units of the first typical excess."""
+        excess = (self(x) - self.cap).clamp(min=0)
+        if not self._scale:
+            self._scale = float(excess[excess > 0].median()) if (excess > 0).any() else 1.0
+        return excess / self._scale
+
+
+def split_levels(function: Callable[..., Any], count: int, args: Any, errors: str) -> list[Any]:
+    """Return `count` objectives that share the calls of one function of all."""
+    joint = UserFunction("`lower`", with_args(function, args), vector=True, errors=errors)
+    latest: list[Tensor] = []
+
+    def values(x: Tensor) -> Tensor:
+        if not latest or not torch.equal(latest[0], x):
+            found = joint(x)
+            if found.shape[-1] != count:
+                got = found.shape[-1]
+                raise ConfigError(
+                    f"`lower` must return `levels` = {count} values per point, got {got}"
+                )
+            latest[:] = [x.clone(), found]
+        return latest[1]
+
+    def level(k: int) -> Callable[[Tensor], Tensor]:
+        return takes_tensors(lambda x: values(x)[..., k])
+
+    return [level(k) for k in range(count)]
+
+
+def minimize_in_order(
+    steps: Callable[..., EvaluationSteps[Result]],
+    lowers: Sequence[Any],
+    tolerances: Any,
+    arguments: Mapping[str, Any],
+) -> EvaluationSteps[Result]:
+    """Minimise each objective among the minimisers of those before.
+
+    `steps` are those of `minimize`, and `arguments` its settings.
+    """
+    count = len(lowers)
+    parsed = [parse_tolerance(item) for item in _per_level(tolerances, count)]
+    settings.check_functions("`lower`", lowers)
+    common = dict(arguments)
+    args, errors = common.pop("args"), common["errors"]
+    if count == 1 or (count == 2 and parsed[0] == Tolerance()):
+        upper = None if count == 1 else with_args(lowers[1], args)
+        found = yield from steps(with_args(lowers[0], args), upper, **common)
+        pair = [found.fun] if found.upper is None or count == 1 else [found.lower, found.upper]
+        return dataclasses.replace(found, levels=torch.stack(pair, -1))
+
+    if common["runs"] is not None or has_many_seeds(common["seed"]):
+        raise ConfigError("several levels with tolerances, and more than two, take one run each")
+    levels = [
+        Level(
+            UserFunction(
+                "`lower`", with_args(item, args), vector=bool(tolerance.errors), errors=errors
+            ),
+            tolerance,
+        )
+        for item, tolerance in zip(lowers, parsed, strict=True)
+    ]
+    items = parse_constraints(common.pop("constraints"), errors)
+    # Without tolerance the first two levels are one stage.
+    first = 1 if levels[0].is_exact else 0
+    results: list[Result] = []
+    started = time.monotonic()
+    for k in range(first, count):
+        done = levels[:k]
+        capped = [
+            Constraint(
+                f"level {j}",
+                functools.partial(_as_component, level),
+                torch.tensor([-torch.inf], dtype=torch.float64),
+                torch.tensor([level.cap], dtype=torch.float64),
+                torch.tensor([False]),
+            )
+            for j, level in enumerate(done, 1)
+            if not level.is_exact
+        ]
+        exact = [level for level in done if level.is_exact]
+        lower: Any = None
+        if k == 1 and exact:
+            lower = levels[0]
+        elif exact:
+            lower = takes_tensors(functools.partial(_total_excess, exact))
+        stage = dict(common, constraints=[*items, *capped])
+        dynamics = stage["dynamics"]
+        if k < count - 1 and dynamics in (None, "adaptive"):
+            stage["dynamics"] = Adaptive(agree="value")
+        elif k < count - 1 and isinstance(dynamics, Adaptive):
+            stage["dynamics"] = dataclasses.replace(dynamics, agree="value")
+        if common["maxfev"] is not None:
+            left = common["maxfev"] - sum(result.nfev for result in results)
+            stage["maxfev"] = left // (count - k)
+        if results:
+            stage |= {"x0": results[-1].x, "initial": None}
+            stage["time_limit"] = max(1e-3, common["time_limit"] - time.monotonic() + started)
+        objectives = (levels[k], None) if lower is None else (lower, levels[k])
+        results.append((yield from steps(*objectives, **stage)))
+        for level in levels[: k + 1] if k == first else [levels[k]]:
+            level.finish(results[-1].x)
+
+    # The result is that of the last stage, under the names of the first and the last level.
+    last = results[-1]
+    x = last.x[None]
+    values = torch.stack([level(x)[0] for level in levels])
+    numbered = enumerate(results, first + 1)
+    failed = next(((k, item) for k, item in numbered if not item.success), None)
+    return dataclasses.replace(
+        last,
+        lower=values[0],
+        upper=values[-1],
+        fun=values[0],
+        levels=values,
+        success=failed is None,
+        status="success" if failed is None else failed[1].status,
+        message=last.message if failed is None else f"level {failed[0]}: {failed[1].message}",
+        nit=sum(result.nit for result in results),
+        nfev=sum(result.nfev for result in results),
+        excluded=sum(result.excluded for result in results),
+        seconds=time.monotonic() - started,
+    )
+
+
+def _as_component(level: Level, x: Tensor) -> Tensor:
+    return level(x).unsqueeze(-1)
+
+
+def _total_excess(levels: Sequence[Level], x: Tensor) -> Tensor:
+    return torch.stack([level.excess(x) for level in levels]).sum(0)
+
+
+def _per_level(tolerances: Any, count: int) -> list[Any]:
+    """Return a tolerance for each level; the last level needs none."""
+    if tolerances is None or isinstance(tolerances, str) or not isinstance(tolerances, Sequence):
+        return [tolerances] * (count - 1) + [None]
+    values = list(tolerances)
+    if len(values) not in (count - 1, count):
+        raise ConfigError(
+            f"`tolerances` must be one for all levels or one for each of the {count} but the last,"
+            f" got {len(values)}"
+        )
+    return [*values, None][:count]
