@@ -32,8 +32,8 @@ from fedcb2o.particles.result import Result
 
 
 @dataclasses.dataclass(frozen=True, repr=False)
+class Tolerance:
     """Largest distance of a level from its least value."""
-    """How far a level may be above its least value."""
 
     absolute: float = 0.0
     # Share of the least value's size.
