@@ -561,6 +561,12 @@ def test_equal_scores_by_two_definitions():
     assert aggregators.MultiKrum(f=1, definition="byzfl")(x) == [0.5]
 
 
+def test_an_own_model_with_a_word_is_refused_by_name():
+    models = [{"w": torch.zeros(())}] * 3
+    with pytest.raises(ConfigError, match="`w` of the agent's own model is not a tensor"):
+        aggregators.balance(models, {"w": "0.5"}, 0.5)
+
+
 def test_complex_tensors_of_state_dicts_are_refused_by_name():
     models = [{"w": torch.zeros(2), "phase": torch.zeros(2, dtype=torch.complex64)}] * 3
     with pytest.raises(ConfigError, match="`phase` of a model is complex, expected real numbers"):

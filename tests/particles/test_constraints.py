@@ -273,3 +273,14 @@ def test_a_constraint_of_one_point_may_accept_many(keep_feasible):
     shares = result.x / result.x.sum()
     assert shares.min() >= 0.249
     assert result.fun == pytest.approx(0.1, abs=0.01)
+
+
+@pytest.mark.parametrize("runs", [None, 3])
+def test_fun_is_the_first_function_also_where_a_constraint_is_violated(runs):
+    far = {"type": "ineq", "fun": lambda x: x[..., 0] - 50}
+    result = minimize(
+        lambda x: (x - 3).square().sum(-1), lambda x: x[..., 0], dim=2, bounds=(-2, 2),
+        constraints=far, maxiter=2, runs=runs,
+    )  # fmt: skip
+    assert (result.constr_violation > 47) if runs is None else (result.constr_violation > 47).all()
+    assert torch.allclose(result.fun, (result.x - 3).square().sum(-1))

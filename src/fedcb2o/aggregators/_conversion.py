@@ -202,6 +202,8 @@ def _from_state_dicts(models: Sequence[Mapping[str, Any]]) -> Stack:
             raise ConfigError(f"{which} is {describe_type(model)}, and the others are state dicts")
         _require_names(which, model, names)
         for name in numbers:
+            if not hasattr(model[name], "dtype"):
+                raise ConfigError(f"`{name}` of {which} is not a tensor or an array")
             shape, expected = np.shape(model[name]), models[0][name].shape
             if shape != expected:
                 raise ConfigError(

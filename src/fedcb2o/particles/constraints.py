@@ -71,6 +71,8 @@ class Constraints:
 
     # Violations at the points of the latest call, [..., m] of each constraint.
     latest: list[Tensor]
+    # Values of `inner` at these points, also where a constraint is violated.
+    latest_inner: Tensor | None = None
     # Scaled residuals at these points, at most 0 where all are met; an equality has two.
     latest_residuals: Tensor
 
@@ -149,6 +151,7 @@ class Constraints:
             residuals = torch.cat([inner_part, signed - self.tol, -signed - self.tol], -1)
         self.latest_residuals = residuals
         total = scaled.square().sum(-1)
+        self.latest_inner = inner
         if self._worst is not None and inner is not None:
             total = torch.where(total > 0, _per_run(self._worst, inner) + total, inner)
         if is_kept.any():

@@ -304,8 +304,9 @@ def build_result(
             shape.squeeze(part.reshape(len(x), 1, -1)) for part in constraints.latest
         ]
         fields["constr_violation"] = shape.squeeze_runs(constraints.latest_violation.reshape(-1))
-        if constraints.inner is None:
-            fields["fun"] = upper
+        fields["fun"] = upper
+        if constraints.latest_inner is not None:
+            fields["fun"] = shape.squeeze(constraints.latest_inner.reshape(len(x), 1))
 
     # 2. Decide which runs succeeded.
     run_stops = [stops[number] for number in final["stop"].tolist()]
