@@ -64,7 +64,7 @@ def messages() -> Iterator[list[str]]:
         logger.removeHandler(handler)
 
 
-def must_be_told(what: str, call: Callable[[], Any]) -> str:
+def require_message(what: str, call: Callable[[], Any]) -> str:
     """Return "refused" or "warned" for inputs that are invalid on purpose."""
     with messages() as texts:
         try:
@@ -221,7 +221,9 @@ def try_aggregator(draw: Draw) -> str:
             bad[key] = bad[key] if is_numpy or kind == "masked" else torch.from_numpy(bad[key])
         changed = [bad if k == place else s for k, s in enumerate(states)]
         what = f"{name}: {kind} of model {place} of {m}"
-        return must_be_told(what, lambda: call(changed[:m], changed[m], changed[m + 1], losses, f))
+        return require_message(
+            what, lambda: call(changed[:m], changed[m], changed[m + 1], losses, f)
+        )
     result = call(states[:m], states[m], states[m + 1], losses, f)
     expected = reference(rows[:m], rows[m], rows[m + 1], losses, f)
     parts = dict(zip(shapes, np.split(expected, np.cumsum(sizes)[:-1]), strict=True))
@@ -507,7 +509,7 @@ def try_source(draw: Draw) -> str:
         return fedcb2o.dataset(source, **options)
 
     if name.startswith("!"):
-        return must_be_told(name, build)
+        return require_message(name, build)
     data = build()
     has_words = (
         "folder" in name
@@ -603,7 +605,7 @@ def try_images(draw: Draw) -> str:
         }  # fmt: skip
         name = pick(draw, containers)
         if name.startswith("!"):
-            return must_be_told(f"{name} next to {mode}", containers[name])
+            return require_message(f"{name} next to {mode}", containers[name])
         data = containers[name]()
     actual = torch.cat([data.pool.x, data.test.x]).double().numpy()
     if actual.shape != right.shape:
@@ -721,7 +723,7 @@ def try_minimize(draw: Draw) -> str:
             if not result.success.any() and not result.fun.isfinite().any():
                 warnings.warn("the result says that it has no value", stacklevel=1)
 
-        return must_be_told(kind, minimize_bad)
+        return require_message(kind, minimize_bad)
     name = pick(draw, FUNCTIONS)
     point_function, forms = FUNCTIONS[name]
     form = pick(draw, forms)
@@ -737,7 +739,7 @@ def try_minimize(draw: Draw) -> str:
     if draw.random() < 0.4:
         if draw.random() < 0.2:
             truth = {"type": "ineq", "fun": pick(draw, TRUTHS)}
-            return must_be_told(
+            return require_message(
                 "truth values", lambda: fedcb2o.minimize(**users, **options, constraints=truth)
             )
         constraint = pick(draw, CONSTRAINTS)

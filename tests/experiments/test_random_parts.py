@@ -12,7 +12,7 @@ NUM_CASES = 12
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_results_equal_those_of_a_plain_reference(kind):
+def test_results_equal_a_plain_reference(kind):
     outcomes = [outcome_of(kind, number) for number in range(NUM_CASES)]
     assert [message for _, message in outcomes if message] == []
     assert ("equal", "") in outcomes
