@@ -4,7 +4,7 @@ import pytest
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from fedcb2o.report import _grid_page, _page, _statistics
+from fedcb2o.report import _article, _grid_page, _page, _statistics
 
 
 @pytest.fixture(scope="module")
@@ -28,8 +28,8 @@ def no_figures(monkeypatch):
     def draw_nothing(*arguments, **options):
         return Figure(figsize=(1, 1))
 
-    for module in (_page, _grid_page):
-        monkeypatch.setattr(module, "to_png", lambda figure: b"")
+    monkeypatch.setattr(_page, "to_file", lambda figure, suffix: b"")
     monkeypatch.setattr(_page, "draw_panels", draw_nothing)
     monkeypatch.setattr(_page, "figure_row", lambda figures, name: Markup())
-    monkeypatch.setattr(_grid_page, "draw_heat_map", draw_nothing)
+    for module in (_article, _grid_page):
+        monkeypatch.setattr(module, "draw_heat_map", draw_nothing)

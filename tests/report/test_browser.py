@@ -20,7 +20,15 @@ from tests.report.synthetic import draw_run
 from tests.report.test_matrix import make_grid
 
 from fedcb2o.peer.report import write_node_report as report_node
-from fedcb2o.report import SettingResults, _grid_page, _page, read_grid, report, report_grid
+from fedcb2o.report import (
+    SettingResults,
+    _article,
+    _grid_page,
+    _page,
+    read_grid,
+    report,
+    report_grid,
+)
 from fedcb2o.report._regret import regrets
 from fedcb2o.report._statistics import holm_correction, paired_differences, seed_statistics
 
@@ -100,10 +108,10 @@ def pages(tmp_path_factory):
         for i in range(2)
     ]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (_page, _grid_page):
-            patch.setattr(module, "to_png", lambda _: b"")  # files next to the page
+        patch.setattr(_page, "to_file", lambda *_: b"")  # files next to the page
         report(runs, folder / "runs")
-        patch.setattr(_grid_page, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
+        for module in (_article, _grid_page):
+            patch.setattr(module, "draw_heat_map", lambda *tables, **look: Figure(figsize=(1, 1)))
         report_grid(read_grid(make_grid(folder / "grid")), folder / "matrices")
     node = draw_node(folder / "node", agents=5, rounds=8, budget=3)
     report_node(node)

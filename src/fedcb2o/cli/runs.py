@@ -23,11 +23,20 @@ if TYPE_CHECKING:
     from fedcb2o.data import Dataset
     from fedcb2o.experiments import Experiment
     from fedcb2o.records import Run
+    from fedcb2o.report import ArticleForm
 
 _LOGGER = logging.getLogger(__name__)
 # Sections of a run that may name functions.
 _CODE_SECTIONS = ("agents", "algorithm", "attack", "data", "metrics", "model", "training")
 _MAX_SEEDS = 100_000  # largest number of seeds in a range
+
+
+class _Intervals(StrEnum):
+    """What follows a mean in an article's table."""
+
+    none = "none"
+    std = "std"
+    ci = "ci"
 
 
 class _AgentSummary(StrEnum):
@@ -325,10 +334,21 @@ def report(
             help="Allow this function, or this base of a language model, of the runs. Repeatable.",
         ),
     ] = None,
+    intervals: Annotated[
+        _Intervals,
+        RareOption(
+            help="In `article` of a grid: nothing, standard deviations or confidence intervals.",
+        ),
+    ] = _Intervals.std,
+    precision: Annotated[int, RareOption(help="In `article` of a grid: decimals.")] = 1,
+    baselines: Annotated[
+        bool,
+        RareOption("--baselines", help="In `article` of a grid: the columns without attack, too."),
+    ] = False,
 ) -> Path:
     """Write the report of runs, or the results explorer of grids; print the main table."""
     from fedcb2o.records import Run, refuse_models
-    from fedcb2o.report import is_grid
+    from fedcb2o.report import ArticleForm, is_grid
     from fedcb2o.report import report as write_report
     from fedcb2o.report.tables import find_local_baseline
 
@@ -336,7 +356,8 @@ def report(
     if grids and len(grids) < len(runs):
         raise ConfigError("a report is of runs or of grids: give folders of one kind")
     if grids:
-        _report_grids(grids, out, reference)
+        form = ArticleForm(intervals.value, precision, baselines)
+        _report_grids(grids, out, reference, form)
         return out
     if reference is not None:
         raise ConfigError(
@@ -352,8 +373,8 @@ def report(
         write_report(opened, out, membership=membership, data_dir=data_dir)
     _print_table(opened, _AgentSummary.mean)
     print(
-        f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG) are "
-        "in the same folder."
+        f"\nThe page is {out / 'report.html'}; tables (CSV, Markdown, LaTeX) and figures (PNG, "
+        "PDF) are in the same folder."
     )
     return out
 
@@ -373,11 +394,13 @@ def _foreign_name(runs: list["Run"], allowed: list[str]) -> str:
     return ""
 
 
-def _report_grids(folders: list[Path], out: Path, reference: str | None) -> None:
+def _report_grids(
+    folders: list[Path], out: Path, reference: str | None, form: "ArticleForm"
+) -> None:
     from fedcb2o.report import grid_notes, read_grid, report_grid, terminal_tables, to_rich
 
     grids = [read_grid(folder, reference) for folder in folders]
-    report_grid(grids, out)
+    report_grid(grids, out, form)
     console = Console()
     for grid in grids:
         for sentence in grid_notes(grid):
@@ -387,8 +410,9 @@ def _report_grids(folders: list[Path], out: Path, reference: str | None) -> None
             caption = "Percent; regret: points behind the best defence of the worst column."
             console.print(to_rich(table, title=title, caption=caption, width=console.width))
     print(
-        f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, PNG) are in "
-        f"{out / 'matrices' if len(grids) == 1 else out}."
+        f"\nThe page is {out / 'report.html'}; the matrices (CSV, Markdown, LaTeX, figures) are in "
+        f"{out / 'matrices' if len(grids) == 1 else out}, and `article` beside them has tables "
+        "(LaTeX) and figures (PDF, PNG) for an article."
     )
 
 

@@ -3,6 +3,7 @@
 from fedcb2o.records import summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._alt_text import describe_figure
+from fedcb2o.report._article import ArticleForm
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._figures import Curve, curve_panels, curves, figure6, source_counts
@@ -27,6 +28,7 @@ from fedcb2o.report.tables import (
 )
 
 __all__ = [
+    "ArticleForm",
     "Curve",
     "GridResults",
     "Page",

@@ -10,11 +10,11 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import STANDARD_METRICS, slug
+from fedcb2o.report._article import ArticleForm, write_article
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._grid_metrics import GRID_METRICS, chosen_infos
 from fedcb2o.report._heat_map import draw_heat_map
-from fedcb2o.report._html import to_png
 from fedcb2o.report._ineffective_attacks import ineffective_attack_notes
 from fedcb2o.report._page import Page, create_page
 from fedcb2o.report._regret import regrets
@@ -35,7 +35,9 @@ from fedcb2o.report.grid_tables import (
 )
 
 
-def report_grid(results: GridResults | Sequence[GridResults], out: Path | str) -> list[Path]:
+def report_grid(
+    results: GridResults | Sequence[GridResults], out: Path | str, form: ArticleForm | None = None
+) -> list[Path]:
     """Write the matrices, the data and the page of one or several grids.
 
     `grid.toml` and `summary.csv` are among the files; from them the report can be made again.
@@ -43,7 +45,10 @@ def report_grid(results: GridResults | Sequence[GridResults], out: Path | str) -
 
     Args:
         results: Results of a grid, or of several grids for one page.
-        out: Folder for matrices (CSV, Markdown, LaTeX), figures (PNG) and `report.html`.
+        out: Folder for matrices (CSV, Markdown, LaTeX), figures (PNG, PDF), `report.html`, and
+            `article`, the compared metrics as LaTeX tables and heat maps.
+        form: Form of what is in `article`; by default means and standard deviations, in percent
+            with one decimal, under attack only.
 
     Returns:
         Paths of the files.
@@ -65,6 +70,8 @@ def report_grid(results: GridResults | Sequence[GridResults], out: Path | str) -
         measured = [view for view in views if view.rows[view.main].notna().any()]
         start = f"{slug(grid.title)}/" if len(grids) > 1 else ""
         _write_files(page, grid, measured, start)
+        for view in measured:
+            write_article(page, view, start, form or ArticleForm())
         notes = [*grid_notes(grid), *_ineffective_notes(measured)]
         warnings += [f"{_name_grid(grid, grids)}{note}." for note in notes]
     title = grids[0].title if len(grids) == 1 else f"{len(grids)} grids"
@@ -165,8 +172,7 @@ def _write_setting(page: Page, view: SettingResults, start: str) -> None:
         if value in _measured(view):
             tables[f"{_file_stem(value)}-regret"] = regret_matrix(view, value)
             tables[f"{_file_stem(value)}-difference"] = difference_matrix(view, value)
-            name = f"{folder}{_file_stem(value)}-regret.png"
-            page.write_file(name, to_png(regret_figure(view, value)))
+            page.write_figure(f"{folder}{_file_stem(value)}-regret", regret_figure(view, value))
     for name, table in tables.items():
         if len(table) and len(table.columns):
             page.write_table(f"{folder}{name}", table)

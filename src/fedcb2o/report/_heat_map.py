@@ -31,14 +31,15 @@ def draw_heat_map(
     means: pd.DataFrame,
     half_widths: pd.DataFrame,
     *,
+    shades: pd.DataFrame | None = None,
     failed: pd.DataFrame | None = None,
     marked: pd.DataFrame | None = None,
     separated: Collection[str] = (),
 ) -> Figure:
     """Draw a matrix in percent, with half the interval below means.
 
-    `means` are distances to the best; NaN is blank. `marked` cells have a dagger, and `separated`
-    columns a gap to the others.
+    `shades` are distances to the best, by default `means`; NaN is blank. `marked` cells have a
+    dagger, and `separated` columns a gap to the others.
     """
     names = [str(name) for name in means.columns]
     rows = _shorten(means.index)
@@ -50,7 +51,8 @@ def draw_heat_map(
     ax = figure.subplots()
 
     palette = mpl.colormaps["Oranges"]
-    intensities = np.interp(means.to_numpy(float).clip(min=0.0), *_SHADE_SCALE)
+    distances = (means if shades is None else shades).to_numpy(float)
+    intensities = np.interp(np.nan_to_num(distances).clip(min=0.0), *_SHADE_SCALE)
     spreads = half_widths.to_numpy(float)
     for (i, j), value in np.ndenumerate(means.to_numpy(float)):
         has_value = bool(np.isfinite(value))

@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from functools import cache
 from importlib import resources
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import matplotlib as mpl
 from jinja2 import Environment, PackageLoader, StrictUndefined
@@ -114,11 +114,12 @@ def _without_glyph_warnings() -> Iterator[None]:
         yield
 
 
-def to_png(figure: Figure) -> bytes:
-    """Draw a figure as a PNG file."""
+def to_file(figure: Figure, suffix: Literal["png", "pdf"]) -> bytes:
+    """Draw a figure as a file; equal figures give equal bytes."""
     buffer = io.BytesIO()
-    with _without_glyph_warnings():
-        figure.savefig(buffer, format="png", dpi=200)
+    metadata = {"CreationDate": None} if suffix == "pdf" else None
+    with _without_glyph_warnings(), mpl.rc_context({"pdf.fonttype": 42}):
+        figure.savefig(buffer, format=suffix, dpi=200, metadata=metadata)
     return buffer.getvalue()
 
 

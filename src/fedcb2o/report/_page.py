@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import atomic_write, flatten, slug
-from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_png
+from fedcb2o.report._html import Section, figure_row, render_block, render_page, to_file
 from fedcb2o.report._panels import Panels, draw_legend, draw_panels
 from fedcb2o.report._table_formats import to_html, to_latex, to_markdown
 
@@ -117,19 +117,24 @@ class Page:
         self.show_table(table, title, caption=caption, collapsed=collapsed)
 
     def add_figures(self, title: str, figures: Mapping[str, Figure | None], caption: str) -> None:
-        """Add figures under a heading and write them as PNG, by names without suffix."""
+        """Add figures under a heading and write them as PNG and PDF, by names without suffix."""
         drawn = {name: figure for name, figure in figures.items() if figure is not None}
         for name, figure in drawn.items():
-            self.write_file(f"{name}.png", to_png(figure))
+            self.write_figure(name, figure)
         if drawn:
             self.add_heading(title)
             self.show_figures(list(drawn.values()), slug(title), caption=caption)
 
+    def write_figure(self, name: str, figure: Figure) -> None:
+        """Write a figure as PNG and as PDF, by its name without suffix."""
+        self.write_file(f"{name}.png", to_file(figure, "png"))
+        self.write_file(f"{name}.pdf", to_file(figure, "pdf"))
+
     def add_panels(self, title: str, name: str, panels: Panels, caption: str) -> None:
-        """Add panels, if there are any, under a heading and write them as one PNG."""
+        """Add panels, if there are any, under a heading and write them as one figure."""
         if not panels.draw_functions:
             return
-        self.write_file(f"{name}.png", to_png(draw_panels(panels)))
+        self.write_figure(name, draw_panels(panels))
         self.add_heading(title)
         figures = [
             draw_panels(panels, function, with_legend=False) for function in panels.draw_functions

@@ -18,6 +18,14 @@ _VALUE_PATTERN = re.compile(r"(\S+) (\[.*?\])( \(.*\))?( [*†])?")
 _PROSE_LENGTH = 40  # a column with a longer cell that is no value is prose
 _MAX_LABEL = 60  # characters of a run's label in a figure or a table for the terminal
 _SUFFIX_LABELS = {"_worst_tenth": ", worst tenth", "_worst": ", worst agent", "": ""}
+_LATEX_COMMANDS = {
+    "–": "--",
+    "−": "$-$",
+    "†": "$^\\dagger$",
+    "±": r"$\pm$",
+    "×": r"$\times$",
+    "…": r"\dots ",
+}
 _HEADINGS = {
     **{
         metric + suffix: label + words
@@ -141,8 +149,8 @@ def to_latex(table: pd.DataFrame) -> str:
     Returns:
         A tabular environment.
     """
-    header = " & ".join(map(_latex_text, _header_row(table))).strip()
-    rows = [" & ".join(map(_latex_text, row)) + r" \\" for row in _body_rows(table)]
+    header = " & ".join(map(latex_text, _header_row(table))).strip()
+    rows = [" & ".join(map(latex_text, row)) + r" \\" for row in _body_rows(table)]
     begin = rf"\begin{{tabular}}{{l{'r' * len(table.columns)}}}"
     lines = [begin, r"\toprule", header + r" \\", r"\midrule", *rows]
     return "\n".join([*lines, r"\bottomrule", r"\end{tabular}", ""])
@@ -183,10 +191,12 @@ def _cell(text: str, is_prose: bool) -> dict[str, Any]:
     return cell
 
 
-def _latex_text(text: str) -> str:
+def latex_text(text: str) -> str:
     """Escape text for LaTeX and set T_G as the paper does."""
     text = text.replace("\\", r"\textbackslash ")
-    text = re.sub(r"([%&#_${}])", r"\\\1", text.replace("–", "--"))
+    text = re.sub(r"([%&#_${}])", r"\\\1", text)
+    for character, command in _LATEX_COMMANDS.items():
+        text = text.replace(character, command)
     text = text.replace("~", r"\textasciitilde ").replace("^", r"\textasciicircum ")
     return text.replace(r"T\_G", "$T_G$")
 

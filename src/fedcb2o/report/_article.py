@@ -1,0 +1,157 @@
+"""Tables and figures of a grid for an article: LaTeX, PDF and PNG."""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import pandas as pd
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.records import slug
+from fedcb2o.report import _regret
+from fedcb2o.report._heat_map import draw_heat_map
+from fedcb2o.report._page import Page
+from fedcb2o.report._statistics import CONFIDENCE, seed_statistics
+from fedcb2o.report._table_formats import latex_text
+from fedcb2o.report.grid_tables import SettingResults
+
+Intervals = Literal["none", "std", "ci"]
+
+_MAX_PRECISION = 6
+_WIDE_COLUMNS = 4  # more values than that in a row need both columns of a page
+_INTERVAL_TEXTS = {
+    "none": "",
+    "std": " $\\pm$ standard deviation over seeds",
+    "ci": f" with {CONFIDENCE:.0%} confidence intervals over seeds".replace("%", r"\%"),
+}
+
+
+@dataclass(frozen=True)
+class ArticleForm:
+    """Form of an article's tables and figures.
+
+    Attributes:
+        intervals: What follows a mean: "none", "std" for the standard deviation over seeds, or "ci"
+            for the interval of the mean.
+        precision: Decimals of a value, from 0 to 6.
+        baselines: Show the columns without attack, too.
+    """
+
+    intervals: Intervals = "std"
+    precision: int = 1
+    baselines: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError for a precision out of range."""
+        if not 0 <= self.precision <= _MAX_PRECISION:
+            raise ConfigError(
+                f"the precision must be from 0 to {_MAX_PRECISION}, got {self.precision}"
+            )
+
+
+def write_article(page: Page, view: SettingResults, start: str, form: ArticleForm) -> None:
+    """Write each compared metric and its regret, as a LaTeX table and as a heat map."""
+    folder = f"{start}article/"
+    if view.setting:
+        folder += f"{slug(view.setting)}/"
+    for value, title in view.compared.items():
+        columns = view.columns(value) if form.baselines else view.attacks_with(value)
+        if not columns:
+            continue
+        short = view.shortfalls(value)
+        is_high_worse = view.is_high_worse(value)
+        tables = {
+            value: (title, seed_statistics(view.rows, value), is_high_worse),
+            f"{value}-regret": (f"Regret in {title.lower()}", _regret.regrets(short), True),
+        }
+        for stem, (caption, statistics, is_low_best) in tables.items():
+            name = stem.replace("_", "-")
+            label = f"tab:{slug('-'.join(filter(None, (view.setting, name))))}"
+            text = _latex_table(view, value, statistics, columns, caption, label, form, is_low_best)
+            page.write_file(f"{folder}{name}.tex", text)
+            means = view.pivot(statistics["mean"], columns)
+            spreads = view.pivot(_spreads(statistics, form), columns)
+            shades = view.pivot(_regret.regrets(short)["mean"], columns)
+            scale = 1.0 if view.results.info(value).is_percent else 0.01  # the map shows percent
+            figure = draw_heat_map(scale * means, scale * spreads, shades=shades)
+            page.write_figure(f"{folder}{name}", figure)
+
+
+def _spreads(statistics: pd.DataFrame, form: ArticleForm) -> "pd.Series[Any]":
+    if form.intervals == "none":
+        return statistics["mean"] * np.nan
+    if form.intervals == "std":
+        return statistics.deviation
+    return (statistics.high - statistics.low) / 2
+
+
+def _latex_table(
+    view: SettingResults,
+    value: str,
+    statistics: pd.DataFrame,
+    columns: list[str],
+    caption: str,
+    label: str,
+    form: ArticleForm,
+    is_low_best: bool,
+) -> str:
+    """Return a floating table, which needs the package booktabs. The best means are bold."""
+    is_percent = view.results.info(value).is_percent
+    texts = _cells(statistics, columns, form, 100 if is_percent else 1, is_low_best)
+    rows = view.pivot(texts, columns).fillna("--")
+    where = f", {view.setting}" if view.setting else ""
+    unit = ", percent" if is_percent else ""
+    seeds = len(view.results.seeds)
+    head = latex_text(f"{view.results.title}{where}: {caption[0].lower()}{caption[1:]}{unit}")
+    numbers = f"mean{_INTERVAL_TEXTS[form.intervals]}, {seeds} seeds"
+    environment = "table*" if len(columns) > _WIDE_COLUMNS else "table"
+    lines = [
+        rf"\begin{{{environment}}}",
+        r"\centering",
+        r"\small",
+        rf"\caption{{{head}; {numbers}. Best in bold.}}",
+        rf"\label{{{label}}}",
+        rf"\begin{{tabular}}{{@{{}}l{'r' * len(columns)}@{{}}}}",
+        r"\toprule",
+        " & ".join(["Defence", *map(latex_text, columns)]) + r" \\",
+        r"\midrule",
+        *(
+            " & ".join([latex_text(str(name)), *row]) + r" \\"
+            for name, row in zip(rows.index, rows.to_numpy().tolist(), strict=True)
+        ),
+        r"\bottomrule",
+        r"\end{tabular}",
+        rf"\end{{{environment}}}",
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _cells(
+    statistics: pd.DataFrame,
+    columns: list[str],
+    form: ArticleForm,
+    scale: float,
+    is_low_best: bool,
+) -> "pd.Series[Any]":
+    """Format means with what follows them; equal printed means are equally bold."""
+
+    def number(x: float) -> str:
+        return f"{scale * x:z.{form.precision}f}"
+
+    texts: dict[tuple[str, str], str] = {}
+    for column in columns:
+        part = statistics[statistics.index.get_level_values("attack") == column]
+        if part.empty:
+            continue
+        best = number(part["mean"].min() if is_low_best else part["mean"].max())
+        for key, *values in part[["mean", "deviation", "low", "high"]].itertuples(name=None):
+            mean, deviation, low, high = map(float, values)
+            text = rf"\textbf{{{number(mean)}}}" if number(mean) == best else number(mean)
+            if form.intervals == "std" and np.isfinite(deviation):
+                text += rf" $\pm$ {number(deviation)}"
+            elif form.intervals == "ci" and np.isfinite(low):
+                text += f" [{number(low)}, {number(high)}]"
+            texts[key] = text
+    index = pd.MultiIndex.from_tuples(texts, names=["defence", "attack"])
+    return pd.Series(list(texts.values()), index=index, dtype=object)

@@ -1,0 +1,91 @@
+"""Tables and figures for articles: values by hand, and LaTeX that compiles."""
+
+import re
+import shutil
+import subprocess
+
+import pytest
+from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
+from tests.tiny import run_cli
+
+from fedcb2o.errors import ConfigError
+from fedcb2o.report import ArticleForm, read_grid, report_grid
+
+
+def rows(text):
+    """Return the cells of each row of a table's body, by defence."""
+    body = text.partition("\\midrule\n")[2].partition("\\bottomrule")[0]
+    lines = [line.removesuffix(r" \\").split(" & ") for line in body.splitlines()]
+    return {name: cells for name, *cells in lines}
+
+
+@pytest.fixture
+def written(tmp_path, no_figures):
+    """Return a function that writes the article of a grid by hand and reads a file of it."""
+
+    def write(name, **form):
+        results = read_grid(make_grid(tmp_path / "grid", title="100% by_hand"))
+        report_grid(results, tmp_path / "report", ArticleForm(**form))
+        shutil.rmtree(tmp_path / "grid")
+        return (tmp_path / "report/article" / name).read_text(encoding="utf-8")
+
+    return write
+
+
+def test_means_have_standard_deviations_and_the_best_is_bold(written):
+    # The seeds of the median have 70 and 80 under the flip: 75 with deviation 10 / sqrt 2.
+    text = written("accuracy.tex")
+    assert rows(text) == {
+        MEDIAN: [r"\textbf{75.0} $\pm$ 7.1", r"\textbf{60.0} $\pm$ 14.1"],
+        MEAN: [r"\textbf{75.0} $\pm$ 21.2", r"15.0 $\pm$ 7.1"],
+    }
+    assert rf"Defence & {FLIP} & {NOISE} \\" in text
+    assert r"\caption{100\% by\_hand: accuracy, percent; mean $\pm$ standard deviation" in text
+    assert r"\label{tab:accuracy}" in text
+
+
+def test_the_least_attack_success_and_regret_are_bold(written):
+    assert rows(written("attack-success-rate.tex", intervals="none")) == {
+        MEDIAN: [r"\textbf{22.5}"],
+        MEAN: ["65.0"],
+    }
+    assert rows(written("accuracy-regret.tex", intervals="none", precision=0)) == {
+        MEDIAN: [r"\textbf{0}", r"\textbf{0}"],
+        MEAN: [r"\textbf{0}", "45"],
+    }
+
+
+def test_the_form_sets_decimals_intervals_and_baselines(written):
+    text = written("accuracy.tex", intervals="none", precision=2, baselines=True)
+    assert r"Defence & Attackers clean & Attackers removed & Label flip & Noise \\" in text
+    assert rows(text)[MEDIAN] == ["87.50", "80.00", r"\textbf{75.00}", r"\textbf{60.00}"]
+    with pytest.raises(ConfigError, match="precision must be from 0 to 6, got 7"):
+        ArticleForm(precision=7)
+
+
+@pytest.mark.usefixtures("intervals_of_two_seeds")
+def test_confidence_intervals_are_those_of_the_matrices(written):
+    text = written("accuracy.tex", intervals="ci")
+    assert re.fullmatch(r"\\textbf\{75\.0\} \[\d+\.\d, \d+\.\d\]", rows(text)[MEDIAN][0])
+    assert r"95\% confidence intervals" in text
+
+
+def test_figures_are_png_and_pdf(tmp_path):
+    assert run_cli("report", str(make_grid(tmp_path / "grid")), "--out", str(tmp_path)).status == 0
+    for name in ("article/accuracy", "article/accuracy-regret", "matrices/accuracy-regret"):
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
+
+
+@pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is missing")
+@pytest.mark.parametrize("intervals", ["none", "std", "ci"])
+def test_the_tables_compile(intervals, written, tmp_path):
+    written("accuracy.tex", intervals=intervals)
+    names = [path.name for path in (tmp_path / "report/article").glob("*.tex")]
+    assert len(names) == 4
+    inputs = "".join(rf"\input{{report/article/{name}}}" for name in names)
+    document = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + inputs
+    (tmp_path / "all.tex").write_text(document + r"\end{document}", encoding="utf-8")
+    command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
