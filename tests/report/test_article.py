@@ -64,7 +64,7 @@ def test_the_form_sets_decimals_intervals_and_baselines(written):
 
 
 @pytest.mark.usefixtures("intervals_of_two_seeds")
-def test_confidence_intervals_are_those_of_the_matrices(written):
+def test_confidence_intervals_follow_means(written):
     text = written("accuracy.tex", intervals="ci")
     assert re.fullmatch(r"\\textbf\{75\.0\} \[\d+\.\d, \d+\.\d\]", rows(text)[MEDIAN][0])
     assert r"95\% confidence intervals" in text

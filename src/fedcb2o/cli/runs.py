@@ -32,7 +32,7 @@ _MAX_SEEDS = 100_000  # largest number of seeds in a range
 
 
 class _Intervals(StrEnum):
-    """What follows a mean in an article's table."""
+    """Spread shown after a mean in the table of an article."""
 
     none = "none"
     std = "std"

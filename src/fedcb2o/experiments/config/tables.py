@@ -93,7 +93,7 @@ def read_table(path: Path, extending: tuple[Path, ...] = ()) -> dict[str, Any]:
         reason = getattr(error, "strerror", None) or error
         raise ConfigError(f"cannot read {path}: {reason}") from error
     # A run or a grid of an earlier version has original names of plug-ins and parameters. Its
-    # folder may be another person's, so that nothing beside it is read.
+    # folder may be another person's, so that no other file in it is read.
     if path.name in _RECORDED_FILES:
         return resolve_extends({**_names_of_file(path), **records.current_settings(table)})
     plugins.find_modules_beside(path)
@@ -120,7 +120,7 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
     """Merge a table over the preset or file that its key `extends` names, section by section.
 
     The key is removed from `table`. The title is empty unless `table` has one: the algorithm
-    decides it. A file is looked for beside the last of `files`, from which the table was read.
+    decides it. A file is looked for in the folder of the last of `files`, from which the table was read.
     """
     name = table.pop("extends", None)
     if name is None:
