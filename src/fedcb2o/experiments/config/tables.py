@@ -120,7 +120,8 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
     """Merge a table over the preset or file that its key `extends` names, section by section.
 
     The key is removed from `table`. The title is empty unless `table` has one: the algorithm
-    decides it. A file is looked for in the folder of the last of `files`, from which the table was read.
+    decides it. A file is looked for in the folder of the last of `files`, from which the table was
+    read.
     """
     name = table.pop("extends", None)
     if name is None:
