@@ -2,10 +2,15 @@
 
 import concurrent.futures
 import math
+import pickle
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from scipy import optimize
 from tests.particles.problems import with_dynamics
 from torch.testing import assert_close
 
@@ -196,3 +201,159 @@ def test_an_adversary_that_evaluates_objectives_needs_functions():
     search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3), finish=False)
     with pytest.raises(ConfigError, match="an adversary requests L and G at further points"):
         search.tell(circle(search.ask()))
+
+
+# ---- single points, workers, files ----
+
+
+def honest(points):
+    return circle(points).tolist(), G(points).tolist()
+
+
+def run_parts(search, workers, limit=20_000):
+    """Let workers take turns, one point each, until the end of the search.
+
+    A worker is a function of a point, or None for one that died with its point.
+    """
+    count = 0
+    while not search.done and count < limit:
+        for name, worker in workers.items():
+            points = search.ask(1, name)
+            if len(points) and worker is not None and not search.done:
+                count += 1
+                lower, upper = worker(points)
+                search.tell(lower, upper, points=points, worker=name)
+                if search.done:
+                    break
+    assert count < limit
+    return count
+
+
+PARTS = {"upper": True, "maxfev": 400, "seed": 3}
+
+
+def test_single_points_in_any_order_equal_whole_steps():
+    whole = fedcb2o.Search(2, **PARTS)
+    parts = fedcb2o.Search(2, **PARTS)
+    generator = np.random.default_rng(0)
+    while not whole.done:
+        points = whole.ask()
+        whole.tell(*honest(points))
+        assert torch.equal(parts.ask(), points)
+        lower, upper = honest(points)
+        told = set()
+        for row in generator.permutation(len(points)):
+            if points[row].numpy().tobytes() not in told:  # ends may be at one point
+                parts.tell(lower[row], upper[row], points=points[row].numpy())
+            told.add(points[row].numpy().tobytes())
+    assert torch.equal(parts.result.x, whole.result.x)
+    assert torch.equal(parts.result.theta, whole.result.theta)
+    assert parts.best.x.tolist() == whole.best.x.tolist()
+
+
+def test_the_best_point_is_known_at_any_time():
+    search = fedcb2o.Search(2, upper=True, maxfev=400)
+    assert search.best is None
+    points = search.ask()
+    search.tell(circle(points), G(points))
+    row = circle(points).argmin()
+    assert search.best.x.tolist() == points[row].tolist()
+    assert search.best.lower == circle(points)[row]
+    assert search.best.upper == G(points)[row]
+
+
+def test_workers_that_die_and_lie_do_not_change_the_result():
+    generator = np.random.default_rng(0)
+
+    def liar(points):
+        lower, upper = honest(points)
+        if generator.random() < 0.4:
+            return [-1.0], [-5.0]  # better than every true value
+        return lower, upper
+
+    alone = fedcb2o.Search(2, **PARTS)
+    run_parts(alone, {"one": honest})
+    search = fedcb2o.Search(2, **PARTS)
+    workers = {"dead": None, "one": honest, "two": honest, "liar": liar, "three": honest}
+    count = run_parts(search, workers)
+    assert torch.equal(search.result.x, alone.result.x)
+    assert count < 3 * 400
+    assert search.suspicion("liar") > 0.25 > search.suspicion("one")
+    assert search.suspicion("nobody") == pytest.approx(0.05)
+
+
+def test_the_last_worker_is_believed():
+    """One value waits for a second worker, which is gone."""
+    search = fedcb2o.Search(2, num_particles=2, maxiter=0, finish=False)
+    first, second = search.ask(1, "a"), search.ask(1, "b")
+    search.tell([1.0], points=first, worker="a")
+    assert len(search.ask(1, "a")) == 1  # that of b
+    search.tell([2.0], points=second, worker="a")
+    assert not len(search.ask(1, "a"))
+    search.drop("b")
+    assert torch.equal(search.ask(), first)  # the solution
+
+
+def test_a_search_can_be_pickled_and_kept_in_a_file(tmp_path):
+    file = tmp_path / "search.jsonl"
+    search = fedcb2o.Search(2, file=file, **PARTS)
+    for _ in range(3):
+        search.tell(*honest(search.ask()))
+    point = search.ask()[1]
+    search.tell(*honest(point[None]), points=point[None], worker="one")
+    copies = [
+        pickle.loads(pickle.dumps(search)),
+        fedcb2o.Search(2, file=file, **PARTS),
+    ]
+    for copy in (search, *copies):
+        copy._file = None
+        while not copy.done:
+            copy.tell(*honest(copy.ask()))
+    for copy in copies:
+        assert torch.equal(copy.result.theta, search.result.theta)
+    with pytest.raises(ConfigError, match="a search with other settings or another seed"):
+        fedcb2o.Search(3, file=file, **PARTS)
+
+
+def test_a_point_of_the_users_own_counts():
+    own = np.array([1.0, 0.0])
+    search = fedcb2o.Search(2, upper=True, maxfev=60)
+    search.tell(0.0, 1.0, points=own)
+    while not search.done:
+        search.tell(*honest(search.ask()))
+    assert search.result.x.tolist() == search.best.x.tolist() == [1.0, 0.0]
+    assert search.result.nfev <= 60
+
+
+def test_one_call_returns_objective_and_constraints():
+    """The least x1 + x2 in the unit disc, with 40 d evaluations."""
+    measured = optimize.NonlinearConstraint(None, -np.inf, 1.0)
+    search = fedcb2o.Search(2, bounds=(-3, 3), constraints=measured, maxfev=80)
+    while not search.done:
+        points = search.ask()
+        search.tell([(float(x.sum()), float(x @ x)) for x in points])
+    assert search.result.fun == pytest.approx(-math.sqrt(2), abs=1e-6)
+    assert search.result.nfev <= 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"points": [[0.0, 0.0, 0.0]]}, r"`points` must be \[n, 2\] or one point"),
+        ({"points": [[0.0, 0.0]], "worker": 1.5}, "`worker` must be a word or a whole number"),
+    ],
+)
+def test_invalid_parts_are_refused(arguments, message):
+    search = fedcb2o.Search(2)
+    with pytest.raises(ConfigError, match=message):
+        search.tell([1.0], **arguments)
+
+
+@pytest.mark.slow
+def test_the_example_with_a_dead_and_a_lying_worker_finds_the_optimum(tmp_path):
+    script = Path(__file__).parents[2] / "examples" / "expensive.py"
+    command = [sys.executable, script, "--maxfev", "200"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "bob died" in done.stdout
+    assert "mass 0.1000 (the least is 0.1000)" in done.stdout
+    assert len((tmp_path / "expensive.jsonl").read_text().splitlines()) > 100

@@ -143,6 +143,11 @@ class Adaptive:
                     f"all {hopper.count} particles have NaN or infinite objectives: correct the"
                     " objectives, or start nearer"
                 )
+        for points, own in system.own:
+            upper = None if own.upper is None else _to_array(own.upper[0])
+            for hopper in state.memory:
+                hopper.add_own(_to_array(points), _to_array(own.lower[0]), upper)
+        system.own.clear()
         m = np.stack([hopper.m for hopper in state.memory])
         info = Evaluation(
             values,
@@ -168,7 +173,9 @@ class Adaptive:
             lower = cluster.lower
             if isinstance(lower, Constraints):
                 lower = lower.for_runs(state.runs[run : run + 1])
-            request = EvaluationRequest(state.theta, lower, cluster.upper, system.flat)
+            request = EvaluationRequest(
+                state.theta, lower, cluster.upper, system.flat, own=system.own
+            )
             # 1. A local search.
             first, hopper.search_from = hopper.search_from, None
             left = _num_left(hopper, state)

@@ -31,7 +31,7 @@ _T = TypeVar("_T")
 class EvaluationRequest:
     """A request for L, G and the gradient of L at points [runs, n, d].
 
-    The fields are the arguments of `evaluate_objectives`.
+    The fields except `own` are the arguments of `evaluate_objectives`.
     """
 
     theta: Tensor
@@ -41,6 +41,8 @@ class EvaluationRequest:
     gradient: Objective | bool = False
     radius: float = math.inf
     check_writes: bool = False
+    # Points that a user of `Search` evaluated unasked, with their values, for the next step.
+    own: list[tuple[Tensor, Values]] = dataclasses.field(default_factory=list)
 
     @property
     def user_points(self) -> Tensor:
@@ -51,7 +53,9 @@ class EvaluationRequest:
 
     def evaluate(self) -> Values:
         """Answer the request by its functions."""
-        return evaluate_objectives(**vars(self))
+        arguments = dict(vars(self))
+        del arguments["own"]
+        return evaluate_objectives(**arguments)
 
 
 _HINTS = {

@@ -271,6 +271,21 @@ class Hopper:
         if np.isfinite(lower).any():
             self._consider(points, lower, self._violation(lower), upper)
 
+    def add_own(self, points: Array, lower: Array, upper: Array | None) -> None:
+        """Receive points that a user evaluated; the best one is an end."""
+        if upper is None:
+            upper = lower
+            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        spent = (self.evaluated, self._spent.copy())
+        self._count(points, lower)
+        self.evaluated, self._spent = spent  # they are not part of the budget
+        first = np.lexsort((upper, lower))[0]
+        if np.isfinite(lower[first]):
+            x = np.array(points[first])
+            self.ends.append(End(x, float(lower[first]), float(upper[first]), x, 1.0, False))
+            if self.searches and self._cloud is None:
+                self.search_from = x
+
     def _count(self, points: Array, lower: Array) -> None:
         """Count evaluated points, and keep the least L."""
         self.evaluated += len(points)

@@ -8,8 +8,14 @@ Example:
     True
 """
 
+import copy
+import dataclasses
 import inspect
-from typing import Any
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,12 +23,21 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles._minimize import minimize
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps, check_names
 from fedcb2o.particles.constraints import Constraints
-from fedcb2o.particles.dynamics import to_values
+from fedcb2o.particles.dynamics import Values, to_values
 from fedcb2o.particles.functions import takes_tensors
+from fedcb2o.particles.ledger import Ledger
 from fedcb2o.particles.result import Result
 from fedcb2o.user_values import to_tensor
+
+
+class Best(NamedTuple):
+    """The best point [d] so far, with L and G; without G, `upper` is L."""
+
+    x: Tensor
+    lower: float
+    upper: float
 
 
 class Search:
@@ -34,35 +49,58 @@ class Search:
             search.tell([measure(point) for point in points.numpy()])
         print(search.result)
 
-    With the same values it has the same result as `minimize`, bit for bit. To resume an interrupted
-    search, start one with the same settings and seed and tell it the earlier values again.
+    With the same values it has the same result as `minimize`, bit for bit.
+
+    Single points may come back in any order: `ask(1, worker)` and `tell(value, points=point,
+    worker=worker)`. Then points that workers never return go to others, and values that would be
+    the best, values of suspicious workers and a small share of the others are repeated elsewhere.
+
+    A search can be pickled. With `file` it survives the end of the process.
 
     Attributes:
         result: The result, or None before the end.
         done: Whether the search has ended.
+        best: The best point so far, `(x, lower, upper)`, or None before the first value.
     """
 
-    def __init__(self, dim: int | None = None, *, upper: bool = False, **settings: Any) -> None:
-        """Start a search.
+    def __init__(
+        self,
+        dim: int | None = None,
+        *,
+        upper: bool = False,
+        file: str | os.PathLike[str] | None = None,
+        **settings: Any,
+    ) -> None:
+        """Start a search, or continue that of a file.
 
         Args:
             dim: d; by default that of `x0`, `bounds` or `initial`.
             upper: Whether there is a G, so that `tell` receives its values too.
+            file: File of JSON lines to which every value is added. If it exists, the search
+                continues where the file ends; dim, settings and seed must be the same.
             settings: Settings of `minimize`, except `lower`, `args` and `gradient`. A constraint
                 whose `fun` is None is measured: `tell` receives its values.
 
         Raises:
-            ConfigError: A setting is invalid.
+            ConfigError: A setting is invalid, or the file is that of another search.
         """
         for name in ("lower", "args", "gradient"):
             if name in settings:
                 raise ConfigError(
                     f"`{name}` is for functions, which Search has none of: leave it out"
                 )
-        self.result: Result | None = None
-        self._request: EvaluationRequest | None = None
         # The generator behind `minimize`: requests go to the user in place of functions.
         steps = inspect.unwrap(minimize)
+        check_names(settings, inspect.signature(steps).parameters)
+        self._settings = {"dim": dim, "upper": upper, **settings}
+        self._log: list[dict[str, Any]] = []
+        self._file: Path | None = None
+        self.result: Result | None = None
+        self.best: Best | None = None
+        self._request: EvaluationRequest | None = None
+        self._ledger = Ledger()
+        self._own: list[Any] = []
+        self._widths: list[int] = []  # numbers of L, G and the constraints per point
         self._steps: EvaluationSteps[Result] = steps(
             _unavailable_objective,
             _unavailable_objective if upper else None,
@@ -71,7 +109,16 @@ class Search:
             **settings,
         )
         with torch.no_grad():
-            self._request = next(self._steps)
+            self._open(next(self._steps))
+        if file is not None:
+            path = Path(file)
+            if path.exists():
+                self._replay(map(json.loads, path.read_text(encoding="utf-8").splitlines()))
+            self._file = path
+
+    def __reduce__(self) -> Any:
+        """Return the settings and all values, which rebuild the search."""
+        return _rebuild, (self._settings, self._log)
 
     @property
     def done(self) -> bool:
@@ -81,65 +128,259 @@ class Search:
         """
         return self.result is not None
 
-    def ask(self) -> Tensor:
+    def ask(self, count: int | None = None, worker: str | int | None = None) -> Tensor:
         """Return the points to evaluate: the ensemble or a batch of it.
 
         At the end they are the solution and, if it is at the edge of the start region, points
         further out.
 
+        Args:
+            count: Largest number of points; by default all of the step.
+            worker: Name of the worker that will evaluate them. It receives no point twice.
+
         Returns:
-            A copy of the points, [n, d], or [runs, n, d] of several runs. The points stay the same
-            until `tell`.
+            A copy of the points, [n, d], or [runs, n, d] of several runs without `count`. They are
+            [0, d] if the worker has to wait for others.
 
         Raises:
             RunError: The search has ended or failed.
         """
-        return self._pending_request().user_points.clone()
+        points = self._pending_request().user_points
+        if count is None and worker is None:
+            return points.clone()
+        rows = self._ledger.hand_out(count, _check_worker(worker))
+        return points.reshape(-1, points.shape[-1])[rows]
 
     def tell(
-        self, lower: Any, upper: Any = None, gradient: Any = None, constraints: Any = ()
+        self,
+        lower: Any,
+        upper: Any = None,
+        gradient: Any = None,
+        constraints: Any = (),
+        *,
+        points: Any = None,
+        worker: str | int | None = None,
     ) -> None:
-        """Receive the values of the points, and take a step.
+        """Receive the values of the points, and take a step when all are known.
 
         Args:
             lower: L of each point, [n] or [runs, n]: a tensor, an array or a list; NaN, or a masked
-                or missing value, for failed evaluations. With constraints, the objective.
+                or missing value, for failed evaluations. With constraints, the objective. A list of
+                tuples has all numbers of each point: L, G if there is one, and the constraints.
             upper: G of each point, if there is a G.
             gradient: Gradient of L at each point, [n, d], if `lambda2` or `sigma2` is above 0.
             constraints: Values of each constraint whose `fun` is None, in their order: [n] or
                 [n, m].
+            points: Points [n, d] or [d] to which the values belong: a part of the step, in any
+                order, or points of the user's own. By default all points of the step.
+            worker: Name of the worker that evaluated the points. Without a name, values are
+                believed.
 
         Raises:
             ConfigError: A value has a wrong shape or type; `tell` may then be called again.
             RunError: No particle is left, or the search has ended.
         """
         request = self._pending_request()
-        points = request.user_points
+        if isinstance(lower, list) and lower and isinstance(lower[0], tuple):
+            columns = [list(column) for column in zip(*lower, strict=True)]
+            lower = columns.pop(0)
+            if self._settings["upper"] and columns:
+                upper = columns.pop(0)
+            constraints = columns or constraints
+        if points is not None:
+            self._receive_part(request, lower, upper, constraints, points, worker)
+            return
+        values, entry = self._values(
+            request, request.user_points, lower, upper, gradient, constraints
+        )
+        self._record(entry)
+        self._send(request, values)
+
+    def drop(self, worker: str | int) -> None:
+        """Forget a worker that is gone: its points go to others.
+
+        Args:
+            worker: Name of the worker.
+        """
+        request = self._pending_request()
+        self._record({"drop": worker})
+        self._ledger.drop(worker)
+        self._finish_step(request)
+
+    def suspicion(self, worker: str | int) -> float:
+        """Return the share of wrong values of a worker.
+
+        Args:
+            worker: Name of the worker.
+
+        Returns:
+            Wrong values over checked ones, with a prior of 5%.
+        """
+        return self._ledger.suspicion(worker)
+
+    def _receive_part(
+        self,
+        request: EvaluationRequest,
+        lower: Any,
+        upper: Any,
+        constraints: Any,
+        points: Any,
+        worker: str | int | None,
+    ) -> None:
+        """Receive values of single points, and take a step if they complete it."""
+        if request.gradient:
+            raise ConfigError("single points have no gradient: tell all points of a step at once")
+        like = request.user_points.reshape(-1, request.user_points.shape[-1])
+        rows = to_tensor("`points` holds", points).to(like)
+        if rows.ndim == 1:
+            rows = rows.unsqueeze(0)
+            lower, upper, constraints = _as_one_row(lower, upper, constraints)
+        if rows.ndim != 2 or rows.shape[1] != like.shape[1]:
+            raise ConfigError(
+                f"`points` must be [n, {like.shape[1]}] or one point, got {[*rows.shape]}"
+            )
+        needs_upper = bool(self._settings["upper"])
+        columns = [_check_values("lower", lower, rows[:, 0]).unsqueeze(1)]
+        if needs_upper:
+            columns.append(_check_values("upper", upper, rows[:, 0]).unsqueeze(1))
+        columns += [_measured_values(item, rows) for item in constraints]
+        told = [column.tolist() for column in columns]
+        self._record({"points": rows.tolist(), "columns": told, "worker": _check_worker(worker)})
+        self._add_part(rows, columns, worker)
+
+    def _add_part(self, points: Tensor, columns: list[Tensor], worker: str | int | None) -> None:
+        request = self._pending_request()
+        numbers = torch.cat(columns, 1).double().cpu().numpy()
+        widths = [column.shape[1] for column in columns]
+        for point, value in zip(points.double().cpu().numpy(), numbers, strict=True):
+            rows = self._ledger.rows(point)
+            if not rows:
+                self._add_own(request, point, value, widths)
+            for row in rows:
+                self._ledger.add(row, worker, value)
+        self._widths = widths
+        self._finish_step(request)
+
+    def _finish_step(self, request: EvaluationRequest) -> None:
+        """Take a step if all points are settled."""
+        if self._ledger.is_complete:
+            numbers = np.stack(self._ledger.values())
+            told = self._split(numbers, self._widths, request.user_points)
+            values, _ = self._values(request, request.user_points, *told)
+            self._send(request, values)
+
+    def _add_own(
+        self, request: EvaluationRequest, point: Any, value: Any, widths: list[int]
+    ) -> None:
+        """Keep a point of the user's own, which the next step considers."""
+        points = torch.from_numpy(point[None]).to(request.theta)
+        self._own.append((points, self._split(value[None], widths, points)))
+
+    def _split(self, numbers: Any, widths: list[int], points: Tensor) -> tuple[Any, ...]:
+        """Return L, G, no gradient and the constraints [..., m] from their numbers per point."""
+        ends = np.cumsum(widths)[:-1]
+        parts = [
+            torch.from_numpy(part).to(points).reshape(*points.shape[:-1], -1)
+            for part in np.split(numbers, ends, axis=1)
+        ]
+        lower = parts.pop(0)[..., 0]
+        upper = parts.pop(0)[..., 0] if self._settings["upper"] else None
+        return lower, upper, None, parts
+
+    def _values(
+        self,
+        request: EvaluationRequest,
+        points: Tensor,
+        lower: Any,
+        upper: Any,
+        gradient: Any,
+        constraints: Any,
+    ) -> tuple[Values, dict[str, Any]]:
+        """Check the values of points; return them, and what a log keeps of them."""
         low = _check_values("lower", lower, points[..., 0])
         up = None
         slope = None
         level = request.lower
+        entry: dict[str, Any] = {"lower": low.tolist()}
         if isinstance(level, Constraints):
             measured = [_measured_values(values, points) for values in constraints]
             is_single = level.inner is None
             up = low if is_single else _check_values("upper", upper, points[..., 0])
+            entry |= {"constraints": [values.tolist() for values in measured]}
             low = level.level(points, measured, None if is_single else low)
         elif request.upper is not None:
             up = _check_values("upper", upper, points[..., 0])
         elif upper is not None:
             raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
+        if up is not None and self._settings["upper"]:
+            entry["upper"] = up.tolist()
         if request.gradient:
             slope = _check_values("gradient", gradient, points)
+            entry["gradient"] = slope.tolist()
         elif gradient is not None:
             raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
-        values = to_values(request.theta, low, up, slope, radius=request.radius)
+        theta = points.reshape(-1, *points.shape[-2:])
+        return to_values(theta, low, up, slope, radius=request.radius), entry
 
+    def _send(self, request: EvaluationRequest, values: Values) -> None:
+        """Take a step with the values of all points."""
+        self._consider(request.theta, values)
+        lower = request.lower
+        for points, told in self._own:
+            if isinstance(lower, Constraints):  # it remembers the points of its latest call
+                lower = copy.copy(lower)
+            at_points = dataclasses.replace(request, lower=lower)
+            own, _ = self._values(at_points, points, *told)
+            self._consider(points[None], own)
+            request.own.append((points, own))
+        self._own = []
         self._request = None
         try:
             with torch.no_grad():
-                self._request = self._steps.send(values)
+                self._open(self._steps.send(values))
         except StopIteration as end:
             self.result = end.value
+
+    def _open(self, request: EvaluationRequest) -> None:
+        self._request = request
+        points = request.user_points
+        self._ledger.open(points.reshape(-1, points.shape[-1]).double().cpu().numpy())
+
+    def _consider(self, theta: Tensor, values: Values) -> None:
+        """Keep the best point."""
+        lower = values.lower.flatten()
+        upper = lower if values.upper is None else values.upper.flatten()
+        row = int(np.lexsort((upper.cpu().numpy(), lower.cpu().numpy()))[0])
+        best = Best(
+            theta.reshape(-1, theta.shape[-1])[row].clone(), float(lower[row]), float(upper[row])
+        )
+        if np.isfinite(best.lower) and (self.best is None or best[1:] < self.best[1:]):
+            self.best = best
+
+    def _record(self, entry: dict[str, Any]) -> None:
+        self._log.append(entry)
+        if self._file is not None:
+            with self._file.open("a", encoding="utf-8") as lines:
+                lines.write(json.dumps(entry) + "\n")
+                lines.flush()
+
+    def _replay(self, entries: Any) -> None:
+        """Receive the values of a log again."""
+        try:
+            for entry in entries:
+                if "points" in entry:
+                    rows = self._pending_request().user_points.new_tensor(entry["points"])
+                    columns = [rows.new_tensor(column) for column in entry["columns"]]
+                    self._log.append(entry)
+                    self._add_part(rows, columns, entry.get("worker"))
+                elif "drop" in entry:
+                    self.drop(entry["drop"])
+                else:
+                    self.tell(**entry)
+        except (ConfigError, RunError, KeyError, TypeError) as error:
+            raise ConfigError(
+                f"the values are those of a search with other settings or another seed: {error}"
+            ) from error
 
     def _pending_request(self) -> EvaluationRequest:
         if self._request is not None:
@@ -147,6 +388,30 @@ class Search:
         if self.done:
             raise RunError("this search has ended: its answer is `result`")
         raise RunError("this search has failed")
+
+
+def _rebuild(settings: dict[str, Any], log: list[dict[str, Any]]) -> Search:
+    search = Search(**settings)
+    search._replay(log)
+    return search
+
+
+def _check_worker(worker: Any) -> str | int | None:
+    """Refuse a name that a file cannot keep."""
+    if worker is not None and not isinstance(worker, str | int):
+        raise ConfigError(f"`worker` must be a word or a whole number, got {worker!r:.60}")
+    return worker
+
+
+def _as_one_row(lower: Any, upper: Any, constraints: Sequence[Any]) -> tuple[Any, Any, Any]:
+    """Return the values of one point as those of a list of one."""
+    lower = lower if isinstance(lower, list) else [lower]
+    upper = [upper] if upper is not None and not isinstance(upper, list) else upper
+    return (
+        lower,
+        upper,
+        [np.atleast_1d(np.asarray(item, dtype=float))[None] for item in constraints],
+    )
 
 
 def _check_values(name: str, values: Any, like: Tensor) -> Tensor:

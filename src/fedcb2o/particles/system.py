@@ -207,6 +207,8 @@ class System:
         self.num_particles: int = theta.shape[1]
         self.needs_gradient = any(cluster.gradient for cluster in clusters)
         self.flat = flat
+        # Points that a user of `Search` evaluated unasked.
+        self.own: list[tuple[Tensor, Values]] = []
         self.bounds = bounds
         self._m_bounds = None if adversaries else bounds
         self._is_fixed: Tensor | None = None
@@ -408,7 +410,7 @@ class System:
         if isinstance(lower, Constraints):
             lower = lower.for_runs(state.runs)
         return EvaluationRequest(
-            theta, lower, cluster.upper, self.flat, gradient, radius, check_writes
+            theta, lower, cluster.upper, self.flat, gradient, radius, check_writes, self.own
         )
 
     def _malicious_moves(
