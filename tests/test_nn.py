@@ -47,6 +47,23 @@ def test_dense_networks_have_the_expected_dimensions():
     assert architectures.mlp([5], 3)(torch.zeros(2, 5)).shape == (2, 3)
 
 
+def test_the_network_of_characters_equals_its_layers():
+    network = architectures.characters([5], 7, embedding=3, hidden=4, layers=2)
+    x = torch.tensor([[0.0, 1, 2, 3, 6], [6, 5, 4, 3, 9]])
+    # a number beyond the last one counts as the last one
+    vectors = network.vectors(torch.tensor([[0, 1, 2, 3, 6], [6, 5, 4, 3, 6]]))
+    expected = network.dense(network.lstm(vectors)[0][:, -1])
+    assert network(x).equal(expected)
+    # LEAF's: vectors 80 x 8, two LSTM layers of 256 with two biases, and the dense layer
+    leaf = architectures.characters([80], 80)
+    lstm = 4 * 256 * (8 + 256 + 2) + 4 * 256 * (256 + 256 + 2)
+    assert sum(p.numel() for p in leaf.parameters()) == 640 + lstm + 80 * 257
+    with pytest.raises(ConfigError, match="needs rows of numbers"):
+        architectures.characters([1, 8, 8], 10)
+    with pytest.raises(ConfigError, match="needs rows of numbers"):
+        architectures.characters([5], 7, layers=0)
+
+
 def test_the_factorisation_by_hand():
     network = architectures.factorisation([2], 1, sizes=[3, 2], dim=1)
     with torch.no_grad():

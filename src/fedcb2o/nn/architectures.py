@@ -21,7 +21,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.nn.language_models import language_model
 from fedcb2o.nn.memory_layout import ChannelsLast
 
-__all__ = ["cnn", "factorisation", "language_model", "logistic", "mlp", "resnet"]
+__all__ = ["characters", "cnn", "factorisation", "language_model", "logistic", "mlp", "resnet"]
 
 _MAX_LAYERS = 1000
 _MAX_BLOCKS = 200  # the deepest network of He et al. (2016) has 1202 layers
@@ -171,6 +171,53 @@ def resnet(
         nn.Flatten(),
         nn.Linear(4 * width, num_classes),
     )
+
+
+def characters(
+    input_shape: Sequence[int],
+    num_classes: int,
+    *,
+    embedding: int = 8,
+    hidden: int = 256,
+    layers: int = 2,
+) -> nn.Module:
+    """Build the network of LEAF for the next character: an LSTM.
+
+    Args:
+        input_shape: [length]: the numbers of the characters, from 0.
+        num_classes: Number of characters; larger numbers in samples count as the last one.
+        embedding: Length of the vector of a character.
+        hidden: Units of each layer.
+        layers: Number of layers.
+
+    Returns:
+        The network.
+
+    Raises:
+        ConfigError: The shape is another one, or a number is below 1.
+    """
+    if len(input_shape) != 1 or min(embedding, hidden, layers) < 1:
+        raise ConfigError(
+            "model `characters` needs rows of numbers, and `embedding`, `hidden` and `layers` of 1"
+            f" or more, got {list(input_shape)}, {embedding}, {hidden} and {layers}"
+        )
+    return _Characters(num_classes, embedding, hidden, layers)
+
+
+class _Characters(nn.Module):
+    """Vectors of characters, an LSTM, and a dense layer on its last output."""
+
+    def __init__(self, num_classes: int, embedding: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.vectors = nn.Embedding(num_classes, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.dense = nn.Linear(hidden, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits of the next character, [n, num_classes]."""
+        vectors = self.vectors(x.long().clamp(0, self.vectors.num_embeddings - 1))
+        logits: Tensor = self.dense(self.lstm(vectors)[0][:, -1])
+        return logits
 
 
 def factorisation(

@@ -10,6 +10,7 @@ from fedcb2o.data.sets._fashion_shops import fashion_shops
 from fedcb2o.data.sets._har import har
 from fedcb2o.data.sets._mnist import emnist, fashion_mnist, mnist
 from fedcb2o.data.sets._scikit_learn import breast_cancer, diabetes, digits
+from fedcb2o.data.sets._shakespeare import shakespeare
 from fedcb2o.data.sets._tables import chem97, flights, loans, movielens, owner_table, stops
 from fedcb2o.data.sets._text import text
 from fedcb2o.data.sets._typefaces import typefaces
@@ -31,6 +32,7 @@ __all__ = [
     "mnist",
     "movielens",
     "owner_table",
+    "shakespeare",
     "stops",
     "text",
     "typefaces",
