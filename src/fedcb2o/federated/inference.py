@@ -23,6 +23,7 @@ from torch.nn import functional as F
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.federated.loss_groups import grouped, num_groups
 from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
@@ -313,11 +314,12 @@ def per_agent_losses(
     references: Sequence[Reference] | None = None,
     loss: Loss | None = None,
     interpolation: Interpolation | None = None,
+    groups: functools.partial[Any] | None = None,
 ) -> Losses:
     """Compute the losses of m models of each of several agents, on the agents' own samples.
 
-    Data without classes count as one class, and their entropy is NaN. The other arguments are those
-    of `model_losses` and `logits`.
+    Data without classes count as one class, and their entropy is NaN. With `groups` of samples,
+    these stand for the classes. The other arguments are those of `model_losses` and `logits`.
     """
     (a, m), n = rows.shape, y.shape[1]
     outputs = models.new_zeros(a, 0, n, num_classes)
@@ -347,6 +349,8 @@ def per_agent_losses(
     mean = torch.stack([batch.mean(-1) for batch in batches]).mean(0)
 
     labels = y.cpu() if num_classes > 1 else torch.zeros(a, n, dtype=torch.int64)
+    if groups is not None:
+        labels, num_classes = grouped(groups, x, y), num_groups(groups)
     by_class, present = _class_means(per_sample, labels, num_classes)
     return Losses(mean, by_class, present, entropy, per_sample, labels)
 

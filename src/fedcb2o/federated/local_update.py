@@ -40,6 +40,7 @@ from fedcb2o.federated.optimisers import make_step
 from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients
 from fedcb2o.federated.ragged import Indices
 from fedcb2o.federated.run_spec import RunSpec, Training
+from fedcb2o.federated.sample_weights import relative_weights
 from fedcb2o.federated.sections import Precision
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.mixed_precision import autocast_positions, has_triton
@@ -84,7 +85,7 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
     counts = group.data.train.sizes[members].tolist()
     seed = spec.seed if spec.training_seed is None else spec.training_seed
     draws = agent_streams(seed, "batches", n, agents=group.agents[members].tolist())
-    training = spec.training
+    training = spec.training.in_round(n)
     with plugins.attribute_errors("model", spec.model):
         # An optimiser may use a model as a whole, so that it gets one model at a time.
         frozen = spec.algorithm.frozen_factor(n)
@@ -133,6 +134,9 @@ def local_update_(
     else:
         batches = poisson_batches(len(shard), training, draw)
     losses = []
+    weights = None
+    if training.weights is not None:
+        weights = relative_weights(training.weights, shard.x, shard.y)
 
     with training_mode(module, training, draw, device.type):
         for (batch,) in batches:
@@ -144,10 +148,13 @@ def local_update_(
                 continue
             with autocast(training.precision, device.type):
                 outputs = module(x[batch])
-                if training.loss is None:
+                if training.loss is None and weights is None:
                     loss = F.cross_entropy(outputs, shard.y[batch])
                 else:
-                    loss = per_sample_losses(training.loss, outputs, shard.y[batch], 1).mean()
+                    per_sample = per_sample_losses(training.loss, outputs, shard.y[batch], 1)
+                    if weights is not None:
+                        per_sample = per_sample * weights[batch]
+                    loss = per_sample.mean()
             # PyTorch's optimisers skip a parameter without a gradient: it does not decay.
             gradients = torch.autograd.grad(
                 loss, parameters, allow_unused=True, materialize_grads=training.optimiser is None
@@ -221,6 +228,11 @@ def batched_local_update_(
     leaves = [tensor for tensor in inputs if tensor.requires_grad]
 
     counts = counts or [x.shape[1]] * len(x)
+    weights = None
+    if training.weights is not None:
+        weights = y.new_zeros(y.shape[:2], dtype=torch.float32)
+        for k, count in enumerate(counts):
+            weights[k, :count] = relative_weights(training.weights, x[k, :count], y[k, :count])
     x = features(x)
     agents = torch.arange(len(x), device=device).unsqueeze(1)
     forward = batched_forward(module, dense_layers(module, thetas.shape[1]))
@@ -232,6 +244,8 @@ def batched_local_update_(
             with autocast(training.precision, device.type):
                 outputs = forward(inputs, x[agents, batch])
                 per_sample = per_sample_losses(training.loss, outputs, y[agents, batch], 2)
+                if weights is not None:
+                    per_sample = per_sample * weights[agents, batch]
             if min(counts) == max(counts):
                 loss = per_sample.mean(1)
             else:  # without the repeated samples that fill up a batch

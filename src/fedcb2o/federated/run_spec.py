@@ -15,6 +15,7 @@ from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.losses import Loss
 from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.plugin_outputs import Metric
+from fedcb2o.federated.sample_weights import SampleWeights
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
 from fedcb2o.federated.types import BATCHED, Select, Weighing
 from fedcb2o.nn.batch_norm import has_local_statistics
@@ -30,7 +31,8 @@ _LAMBDA1 = 10.0
 class Training(LocalUpdateKeys):
     """Settings of LocalUpdate: the keys of a configuration, functions, and facts of the network.
 
-    `optimiser` replaces SGD with momentum; `loss` is None for the cross-entropy. Batch norms do not
+    `optimiser` replaces SGD with momentum; `loss` is None for the cross-entropy. `rates` are the
+    factors on the learning rate by round, None for a constant one. Batch norms do not
     accept a mini-batch of a single sample; a last sample then joins the batch before. With
     `is_sample_independent`, the network's output for a sample does not depend on the other samples
     of a training batch.
@@ -38,8 +40,17 @@ class Training(LocalUpdateKeys):
 
     optimiser: Optimiser | None = None
     loss: Loss | None = None
+    weights: SampleWeights | None = None
+    rates: tuple[float, ...] | None = None
     accepts_single_sample: bool = True
     is_sample_independent: bool = False
+
+    def in_round(self, n: int) -> "Training":
+        """Return the settings of round n, counted from 0, with its learning rate."""
+        if self.rates is None:
+            return self
+        factor = self.rates[min(n, len(self.rates) - 1)]
+        return self.model_copy(update={"gamma": self.gamma * factor, "rates": None})
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ class RunSpec:
     are the ids that each agent may ask; None for all. `training_seed` is that of LocalUpdate's
     random streams, where it is secret; None for `seed`. `user_functions` are the import paths of
     users' functions that receive models, by kind. `metrics` are those that the configuration added,
-    by the name of their column.
+    by the name of their column. `loss_groups` divide validation samples in place of classes.
     """
 
     seed: int
@@ -179,6 +190,7 @@ class RunSpec:
     training_seed: int | None = None
     user_functions: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
+    loss_groups: functools.partial[Any] | None = None
 
     @functools.cached_property
     def dim(self) -> int:

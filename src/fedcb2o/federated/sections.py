@@ -196,6 +196,15 @@ class AgentsSection(Section):
     hold_out: Annotated[
         bool, key_field("false: benign agents train on their validation samples too")
     ] = True
+    loss_groups: Annotated[
+        Component | None,
+        key_field(
+            "groups of validation samples that stand for classes in criteria by class, "
+            "[see below](#losses-and-numbers)",
+            values=COMPONENT_VALUES,
+            default="the classes; without classes one group, in FedAssay quantiles of the targets",
+        ),
+    ] = None
     validation_loss: Annotated[
         LossAverage, key_field("mean over samples, or unweighted mean of the means of mini-batches")
     ] = "samples"
@@ -274,7 +283,7 @@ class AgentsSection(Section):
             return self.assumed_share
         return self.num_malicious / (self.num_benign + self.num_malicious)
 
-    @field_validator("graph", "skew", "cluster_transform", mode="before")
+    @field_validator("graph", "skew", "cluster_transform", "loss_groups", mode="before")
     @classmethod
     def _as_component(cls, component: Any) -> Any:
         return as_component(component)
@@ -396,7 +405,27 @@ class TrainingSection(LocalUpdateKeys):
         ),
     ] = None
 
-    @field_validator("optimiser", "loss", mode="before")
+    schedule: Annotated[
+        Component | None,
+        key_field(
+            "the learning rate by round: a class of `torch.optim.lr_scheduler` with its "
+            'parameters, such as { name = "CosineAnnealingLR", T_max = 50 }, stepped once a round; '
+            "or [your own](extending.md#learning-rates-and-sample-weights)",
+            values=COMPONENT_VALUES,
+            default="constant",
+        ),
+    ] = None
+    weights: Annotated[
+        Component | None,
+        key_field(
+            'weights of training samples: "balanced", which gives the classes of an agent equal '
+            'sums, "by_class", or [your own](extending.md#learning-rates-and-sample-weights)',
+            values=COMPONENT_VALUES,
+            default="equal",
+        ),
+    ] = None
+
+    @field_validator("optimiser", "loss", "schedule", "weights", mode="before")
     @classmethod
     def _as_component(cls, component: Any) -> Any:
         return as_component(component)

@@ -296,6 +296,7 @@ def validation_losses(
             references=group.references(members),
             loss=spec.training.loss,
             interpolation=interpolation,
+            groups=spec.loss_groups,
         )
 
 

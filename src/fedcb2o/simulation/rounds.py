@@ -204,9 +204,12 @@ def train_and_publish_(
     is_sound = ~engine.benign | (is_finite & np.isfinite(losses))
     diverged = agents[~is_sound[agents]]
     if len(diverged) and not may_break:
+        cure = ""
+        if engine.spec.num_classes == 1:
+            cure = ", and so do targets and features that are divided by their standard deviation"
         raise RunError(
             f"training diverged: the model or the loss of benign agent {diverged.min()} is not "
-            f"finite in round {n + 1}; a smaller `training.gamma` usually helps"
+            f"finite in round {n + 1}; a smaller `training.gamma` usually helps{cure}"
         )
     timer.stop("train")
     is_refused = is_finite & ~is_acceptable(max_abs) & engine.benign

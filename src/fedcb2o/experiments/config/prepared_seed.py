@@ -25,6 +25,7 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated import privacy
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentData, AgentGroup, BufferLayout
+from fedcb2o.federated.loss_groups import grouped
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import (
     ConvolutionKernel,
@@ -33,9 +34,13 @@ from fedcb2o.federated.run_spec import (
     RunSpec,
     Training,
 )
+from fedcb2o.federated.sample_weights import relative_weights
+from fedcb2o.federated.schedules import rates
 from fedcb2o.federated.sections import Precision
 from fedcb2o.kernels import devices
 from fedcb2o.nn import memory_layout, network_checks, parameters
+
+_CHECKED_SAMPLES = 64  # on which functions of samples are tried before a run
 
 
 @dataclass(frozen=True)
@@ -148,6 +153,15 @@ def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]
     return {"own_tests": _select(population.tests, agents), "common_test": common}
 
 
+def _learning_rates(experiment: Experiment) -> tuple[float, ...] | None:
+    """Return the factors on the learning rate by round; None for a constant one."""
+    schedule = experiment.resolved.schedule
+    section = experiment.training
+    if schedule is None:
+        return None
+    return rates(schedule, section.lambda2 * section.gamma, experiment.rounds)
+
+
 def build_run_spec(
     experiment: Experiment,
     seed: int,
@@ -173,13 +187,21 @@ def build_run_spec(
     section = experiment.training
     resolved = experiment.resolved
     training = Training(
-        **section.model_dump(exclude={"optimiser", "loss"}),
+        **section.model_dump(exclude={"optimiser", "loss", "schedule", "weights"}),
         optimiser=resolved.optimiser,
         loss=resolved.loss,
+        weights=resolved.weights,
+        rates=_learning_rates(experiment),
         accepts_single_sample=accepts_single_sample,
         is_sample_independent=is_independent,
     )
     privacy.check_privacy(training, module)
+    # A fault is found before the first training.
+    first = dataset.pool.part(np.arange(min(len(dataset.pool), _CHECKED_SAMPLES)))
+    if resolved.weights is not None:
+        relative_weights(resolved.weights, first.x, first.y)
+    if resolved.loss_groups is not None:
+        grouped(resolved.loss_groups, first.x[None], first.y[None])
     kernels = KernelConfig(
         experiment.linear or "torch", experiment.convolution or "grouped", experiment.together
     )
@@ -199,6 +221,7 @@ def build_run_spec(
         kernels=kernels,
         user_functions=resolved.user_functions(),
         metrics=resolved.metrics,
+        loss_groups=resolved.loss_groups,
     )
 
 

@@ -12,7 +12,16 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, sets, skews, transforms
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import to_plain
-from fedcb2o.federated import algorithms, attacks, losses, optimisers, topology
+from fedcb2o.federated import (
+    algorithms,
+    attacks,
+    losses,
+    optimisers,
+    sample_weights,
+    schedules,
+    topology,
+)
+from fedcb2o.federated import loss_groups as group_functions
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks import data_poisoning
@@ -57,8 +66,11 @@ class Resolved:
     graph: _Function | None
     skew: _Function | None
     cluster_transform: _Function
+    loss_groups: _Function | None
     optimiser: _Function | None
     loss: _Function | None
+    schedule: _Function | None
+    weights: _Function | None
     metrics: Mapping[str, _Function]
     method: Part
     algorithm: Algorithm
@@ -108,8 +120,11 @@ def resolve(
     graph: Component | None,
     skew: Component | None,
     cluster_transform: Component | None,
+    loss_groups: Component | None,
     optimiser: Component | None,
     loss: Component | None,
+    schedule: Component | None,
+    weights: Component | None,
     metrics: Sequence[Component] | None,
     algorithm: AlgorithmSection,
     attack: AttackSection | None,
@@ -123,8 +138,11 @@ def resolve(
         ("agents.graph", "graph", graph, topology),
         ("agents.skew", "skew", skew, skews),
         ("agents.cluster_transform", "cluster transform", cluster_transform, transforms),
+        ("agents.loss_groups", "loss groups", loss_groups, group_functions),
         ("training.optimiser", "optimiser", optimiser, optimisers),
         ("training.loss", "loss", loss, losses),
+        ("training.schedule", "schedule", schedule, schedules),
+        ("training.weights", "weights", weights, sample_weights),
     ):
         name = key.rpartition(".")[2]
         functions[name] = None

@@ -267,7 +267,9 @@ class Experiment(Section):
         training = self.training
         return (
             *(self.data, self.model, agents.graph, agents.skew, agents.cluster_transform),
-            *(training.optimiser, training.loss, self.metrics, self.algorithm, self.attack),
+            agents.loss_groups,
+            *(training.optimiser, training.loss, training.schedule, training.weights),
+            *(self.metrics, self.algorithm, self.attack),
         )
 
     def __getstate__(self) -> dict[Any, Any]:
@@ -336,6 +338,11 @@ class Experiment(Section):
                 "`training.privacy` protects training samples, and this algorithm computes losses "
                 "on them without noise: set `agents.hold_out` = true with `agents.validation` "
                 "below 1, or take an algorithm without losses, such as dfedavgm"
+            )
+        if self.training.weights is not None:
+            raise ValueError(
+                "`training.weights` of single samples would change what `training.privacy` "
+                "guarantees: leave one out"
             )
         if self.convolution not in (None, "grouped") or self.linear not in (None, "torch"):
             raise ValueError(

@@ -71,7 +71,7 @@ def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None
         sent = kept.clone()
         draw = stream(spec.seed, "batches", done, int(group.agents[k]))
         noise = noise_multiplier(spec.training, len(train), spec.rounds)
-        local_update_(sent, spec.module, train, spec.training, draw, noise)
+        local_update_(sent, spec.module, train, spec.training.in_round(done), draw, noise)
         for name, theta in (("sent", sent), ("kept", kept)):
             found = leakage(group, k, theta, train, test)
             rows.append({"agent": int(group.agents[k]), "model": name, **found})

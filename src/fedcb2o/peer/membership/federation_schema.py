@@ -16,6 +16,7 @@ AGREED_AGENT_KEYS = (
     "split",
     "hold_out",
     "validation_loss",
+    "loss_groups",
     "initialisation",
     "graph",
 )

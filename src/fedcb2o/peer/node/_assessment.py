@@ -112,7 +112,8 @@ class SelfAssessment:
         while self.trained <= n:
             x, y = self.group.data.training_data(self._members, self.trained)
             draw = stream(spec.seed, "batches", self.trained, agent)
-            local_update_(self.alone, spec.module, Shard(x[0], y[0]), training, draw)
+            shard = Shard(x[0], y[0])
+            local_update_(self.alone, spec.module, shard, training.in_round(self.trained), draw)
             self.trained += 1
         metadata = {"rounds": str(self.trained), "skipped": str(self.skipped)}
         tensors = {"theta": self.alone}
