@@ -36,7 +36,7 @@ def target_quantiles(
 
     Args:
         x: Samples of an agent.
-        y: Targets.
+        y: Numbers to predict, or classes, of the same samples.
         bins: Number of groups, about equally large; equal targets are in one group.
 
     Returns:
@@ -56,7 +56,7 @@ def feature_quantiles(
 
     Args:
         x: Samples of an agent.
-        y: Targets.
+        y: Numbers to predict, or classes, of the same samples.
         feature: Number of the feature, from 0, in a flattened sample.
         bins: Number of groups, about equally large; equal values are in one group.
 
