@@ -32,7 +32,7 @@ from fedcb2o.particles.system import Cluster, Ensembles, Evaluation, System
 _EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
 _PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
 _NUM_CANDIDATES = 3  # ends whose points are judged again if the best one is not confirmed
-_SEARCH_LENGTH = 60  # evaluations of a local search, over d + 1
+_SEARCH_LENGTH = 200  # evaluations of a local search, over d + 1
 _CONFIRMABLE = 160  # budget from which candidates are judged again
 _NUM_RUNNERS_UP = 5
 _CONFIRMED = 1e-6  # relative difference of two evaluations of a point that counts as rounding

@@ -58,6 +58,7 @@ _MAX_FROZEN = 256  # steps of a frozen consensus point
 _NUM_AGREEING = 2
 _NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
 _SCOUTS_PER_DIM = 1000
+_SCOUTS_SHARE = 2  # evaluations of scouts, over those of ensembles, while searches are local
 _MAX_FAILURES = 3  # local searches without success in a row, after which there are none
 _MAX_CANDIDATES = 6  # points of a step that are compared with their neighbours
 _MAX_ARCHIVE = 4096  # uniform points that candidates are compared with
@@ -131,6 +132,7 @@ class Hopper:
         self.extra = 0
         self._has_first = has_first
         self._by_value = by_value
+        self._is_exact = is_exact
         self._tie = 0.0 if is_exact else _TIE
         self._failures = 0 if can_search else _MAX_FAILURES
         # Point from which a local search shall start now.
@@ -252,13 +254,13 @@ class Hopper:
             lowers = np.where(np.isfinite(lowers), 0.0, np.inf)
         self._count(found.points, lowers)
         self.extra += len(found.points)
-        self._failures = 0 if found.is_settled else self._failures + 1
+        is_useful = found.is_settled or found.is_unfinished
+        self._failures = 0 if is_useful else self._failures + 1
         end = End(found.x, lower, upper, found.x, 0.0, found.is_settled)
+        self.ends.append(end)
         if self._cloud is not None and not found.is_settled:
             self._is_refined = True  # the ensemble goes on to its collapse
-            return
-        self.ends.append(end)
-        if self._cloud is not None:
+        elif self._cloud is not None:
             self._end_ensemble()
 
     def add_rest(self, points: Array, lower: Array, upper: Array | None) -> None:
@@ -388,7 +390,7 @@ class Hopper:
             is_far = all(
                 (abs(end.x - other.x) > _AGREEMENT * self.width).any() for other, _ in distinct
             )
-            if is_far:
+            if is_far and (end.settled or not distinct):
                 distinct.append((end, self.num_agreeing(end)))
         return distinct
 
@@ -408,7 +410,7 @@ class Hopper:
     @property
     def lower_tolerance(self) -> float:
         """Difference of L that does not count between two ends, at least that of rounding."""
-        if self._is_attained:
+        if self._is_attained or (self._is_exact and self._least == 0):
             return self._rounding
         return max(self._rounding, _L_TOLERANCE * self._scale)
 
@@ -422,8 +424,10 @@ class Hopper:
         """Start a new ensemble in the box, or draw scouts where they have had fewer points."""
         self._is_refined = False
         self._is_near = False
+        share = _SCOUTS_SHARE if self.searches else 1
         self._is_scouting = bool(self.ends) and (
-            self._spent[1] < self._spent[0] or self.num_agreeing(self.best) >= self.num_needed
+            self._spent[1] < share * self._spent[0]
+            or self.num_agreeing(self.best) >= self.num_needed
         )
         # A frozen m for twice as many steps is an ensemble of twice the size with the same
         # memory.

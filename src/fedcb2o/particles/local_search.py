@@ -36,6 +36,8 @@ MAX_DIM = 100  # coordinates up to which SLSQP's matrices are small
 _DIFFERENCE = 1.5e-8  # step of the finite differences, relative to the box
 _CENTRAL = 6e-6  # step of central differences
 _TOLERANCE = 1e-12  # of SLSQP, relative to the values
+_MAX_RUNS = 4  # runs by central differences, which restart with another scale
+_GAIN = 1e-9  # relative decrease of the objective that another run is worth
 _FARTHEST = 1e6  # distance at which a search without bounds ends, relative to the box
 _MAX_REPAIRS = 4  # steps back into the feasible set
 _NEARLY_ACTIVE = 1e-6  # scaled distance from a constraint that a repair keeps
@@ -49,6 +51,8 @@ class Found(NamedTuple):
     upper: float
     # Whether SLSQP converged, to a better point than the first one.
     is_settled: bool
+    # Whether a better point was found when the limit ended the search.
+    is_unfinished: bool
     # All points [n, d] with L and G [n].
     points: Array
     lowers: Array
@@ -113,8 +117,10 @@ def search_locally(
     thread.start()
     try:
         left = limit
+        is_spent = False
         while isinstance(question := questions.get(), np.ndarray):
             if len(question) > left:
+                is_spent = True
                 answers.put(None)
                 continue
             left -= len(question)
@@ -137,13 +143,15 @@ def search_locally(
     if not records:
         inf = math.inf
         empty = np.zeros(0)
-        return Found(first, inf, inf, False, np.zeros((0, len(first))), empty, empty)
+        return Found(first, inf, inf, False, False, np.zeros((0, len(first))), empty, empty)
 
     points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
     best = np.lexsort((uppers, lowers))[0]
     is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])
     end = (points[best], float(lowers[best]), float(uppers[best]))
-    return Found(*end, bool(question and is_better), points, lowers, uppers)
+    is_settled = bool(question and is_better)
+    is_unfinished = bool(is_spent and is_better)
+    return Found(*end, is_settled, is_unfinished, points, lowers, uppers)
 
 
 def _residuals(request: EvaluationRequest) -> Array:
@@ -184,15 +192,20 @@ def _solve(ask: _Ask, sides: list[Any], rival: float) -> bool:
             bounds=sides,
             constraints=constraints,
             method="SLSQP",
-            options={"ftol": _TOLERANCE, "maxiter": 30 + 10 * len(z)},
+            options={"ftol": _TOLERANCE, "maxiter": 200 + 20 * len(z)},
         )
 
     found = run(z)
     z = found.x.clip(low, high)
-    if found.status == 0 and problem.at(z)[0] <= rival:
+    for _ in range(_MAX_RUNS):
+        value = problem.at(z)[0]
+        if found.status or value > rival:
+            break
         problem.is_central = True
         scale = max(float(np.abs(problem.slope(z)[0]).max()), 1e-6 * scale)
         z = run(z).x.clip(low, high)
+        if value - problem.at(z)[0] <= _GAIN * (1 + abs(value)):
+            break
     if constraints:
         _repair(z, problem)
     return bool(found.status == 0)
