@@ -486,7 +486,7 @@ def test_a_file_of_0_2_is_read(tmp_path):
 
 def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0)
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0, buffers="shared")
     good = agent.publish()
     bad = {**good, "1.running_var": good["1.running_var"] - 9}
     row = agent.buffer(1)[0]
@@ -504,3 +504,14 @@ def test_the_memory_of_an_agent_with_other_peers_is_refused():
         with pytest.raises(RunError, match="their peers are not the same"):
             other.load_state_dict(saved.state_dict())
     Agent(tied(), **options, id=3).load_state_dict(third.state_dict())
+
+
+@pytest.mark.parametrize("count", [1, 47, 10**18])
+def test_local_statistics_are_estimated_on_all_validation_samples(count):
+    """The number of training samples weighs models, and selects no samples."""
+    network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", num_samples=count)
+    decision = agent.aggregate({"a": agent.publish()}, samples={"a": 3})
+    assert decision.weights == {"a": pytest.approx(3 / (3 + count))}
+    assert torch.allclose(network[0].running_mean, X.mean(0), atol=1e-6)
+    assert torch.allclose(network[0].running_var, X.var(0), rtol=1e-5)

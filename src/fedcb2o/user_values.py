@@ -19,6 +19,7 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 
 _FLOAT64 = np.dtype(np.float64)
+_PLAIN_TYPES = (torch.float32, torch.float64, torch.int64)
 # Kinds of NumPy types that are not real numbers, with the cure.
 _KINDS = {
     "c": "complex numbers: take the real part or the absolute value",
@@ -44,6 +45,9 @@ def to_tensor(source: str, values: Any) -> Tensor:
     if not isinstance(values, Tensor):
         return torch.from_numpy(to_array(source, values))
 
+    is_plain = type(values) is Tensor and values.layout is torch.strided
+    if is_plain and not values.is_nested and values.dtype in _PLAIN_TYPES and not values.is_meta:
+        return values.detach()
     unusable = {
         "nested": values.is_nested,
         "quantised": values.is_quantized,

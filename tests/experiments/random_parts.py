@@ -6,6 +6,7 @@ follows from its number. A case that is invalid on purpose must be refused or wa
 
 import collections
 import contextlib
+import copy
 import itertools
 import logging
 import sys
@@ -21,6 +22,7 @@ import torch
 from PIL import Image, ImageOps
 from safetensors.torch import load_file, save_file
 from scipy.optimize import NonlinearConstraint
+from tests.experiments.plain_loop import estimate
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import BatchSampler, ConcatDataset, DataLoader, Subset, TensorDataset
@@ -271,12 +273,12 @@ AGENT_RULES = {
 AGENT_FAULTS = ["a name", "a name too many", "a shape", "NaN", "huge", "frozen", "whole numbers"]
 
 
-def named(network: nn.Module) -> dict[str, torch.Tensor]:
+def named(network: nn.Module, buffers: str) -> dict[str, torch.Tensor]:
     """Return the tensors that agents exchange by name; a tied tensor once."""
     tensors = dict(network.named_parameters())
     exchanged = {name: p.detach() for name, p in tensors.items() if p.requires_grad}
     for name, tensor in network.named_buffers():
-        if name.endswith(("running_mean", "running_var")):
+        if name.endswith(("running_mean", "running_var")) and buffers == "shared":
             exchanged[name] = tensor
     return exchanged
 
@@ -290,16 +292,17 @@ def try_agent(draw: Draw) -> str:
     rule = pick(draw, [*AGENT_RULES, "fedcbo"])
     method: Any = rule if rule == "fedcbo" else {"name": "by_rule", "rule": rule}
     own_count = int(draw.integers(1, 50))
-    agent = fedcb2o.Agent(network, validation=(x, y), method=method, num_samples=own_count)
+    buffers = pick(draw, ["shared", "local", "dropped"])
+    options: dict[str, Any] = {"num_samples": own_count, "buffers": buffers}
     alpha = 10.0  # of FedCBO
     if rule == "fedcbo":
         method = {"name": "fedcbo", "alpha": alpha}
-        agent = fedcb2o.Agent(network, validation=(x, y), method=method, num_samples=own_count)
-    what = f"{kind}, {rule}"
+    agent = fedcb2o.Agent(network, validation=(x, y), method=method, **options)
+    what = f"{kind}, {rule}, {buffers}"
     for _ in range(2):
         # The user trains: all that is exchanged changes, in place or by assignment.
         with torch.no_grad():
-            for tensor in named(network).values():
+            for tensor in named(network, buffers).values():
                 tensor += 0.1 * torch.randn(tensor.shape).abs()
         network.train(bool(draw.integers(2)))
         was_training = network.training
@@ -310,35 +313,51 @@ def try_agent(draw: Draw) -> str:
             peer = NETWORKS[kind]()
             peer.load_state_dict(network.state_dict())
             with torch.no_grad():
-                for tensor in named(peer).values():
+                for tensor in named(peer, buffers).values():
                     tensor += 0.3 * torch.randn(tensor.shape).abs()
-            good[name] = {key: t.clone() for key, t in named(peer).items()}
-            models[name], is_bad = sent(draw, agent, peer, bool(frozen))
+            good[name] = {key: t.clone() for key, t in named(peer, buffers).items()}
+            models[name], is_bad = sent(draw, agent, peer, buffers, bool(frozen))
             if is_bad:
                 refused.add(name)
                 del good[name]
         counts = {name: int(draw.integers(1, 50)) for name in models}
-        before = {key: t.clone() for key, t in named(network).items()}
+        before = {key: t.clone() for key, t in named(network, buffers).items()}
         decision = agent.aggregate(models, samples=counts)
         if set(decision.refused) != refused:
             raise FaultError(f"{what}: refused {decision.refused}, right {refused}")
         if network.training != was_training:
             raise FaultError(f"{what}: training = {network.training}, before {was_training}")
         expected = reference_of(
-            rule, network, before, good, counts, own_count, decision, x, y, alpha
+            rule, network, before, good, counts, own_count, decision, x, y, alpha, buffers
         )
-        for key, tensor in named(network).items():
+        for key, tensor in named(network, buffers).items():
             require_close(f"{what}: `{key}` of {len(good)} models", tensor, expected[key], 3e-5)
         for key, tensor in frozen.items():
             if not tensor.equal(network.get_parameter(key)):
                 raise FaultError(f"{what}: frozen `{key}` has changed")
+        # The network is ready for use, with statistics of its own samples where they are local.
+        if good:
+            right = loaded(network, {}, x, buffers)(x)
+            require_close(
+                f"{what}: outputs", copy.deepcopy(network).eval()(x).detach(), right.detach()
+            )
     return "equal"
 
 
-def sent(draw: Draw, agent: fedcb2o.Agent, peer: nn.Module, has_frozen: bool) -> tuple[Any, bool]:
+def loaded(network: nn.Module, state: Any, x: torch.Tensor, buffers: str) -> nn.Module:
+    """Return a copy of a network with another model, ready for evaluation."""
+    copied = copy.deepcopy(network)
+    copied.load_state_dict(state, strict=False)
+    estimate(copied, x, buffers)
+    return copied
+
+
+def sent(
+    draw: Draw, agent: fedcb2o.Agent, peer: nn.Module, buffers: str, has_frozen: bool
+) -> tuple[Any, bool]:
     """Return a peer's model in a random form, and whether it is invalid."""
     state: dict[str, Any] = {k: t.clone() for k, t in peer.state_dict().items()}
-    exchanged = named(peer)
+    exchanged = named(peer, buffers)
     if draw.random() < 0.3:
         state = {name: t.clone() for name, t in exchanged.items()}
     if draw.random() < 0.2:
@@ -390,6 +409,7 @@ def reference_of(
     x: torch.Tensor,
     y: torch.Tensor,
     alpha: float,
+    buffers: str,
 ) -> dict[str, Any]:
     """Return the agent's tensors after a round by a loop over the names of tensors."""
     if not good:
@@ -401,10 +421,8 @@ def reference_of(
         losses = []
         for name in names:
             with torch.no_grad():
-                judged = torch.func.functional_call(
-                    network.eval(), dict(good[name]), (x,), tie_weights=True
-                )
-            losses.append(float(F.cross_entropy(judged, y)))
+                outputs = loaded(network, good[name], x, buffers)(x)
+            losses.append(float(F.cross_entropy(outputs, y)))
             require_close(f"the loss of {name}", decision.losses[name], losses[-1], 1e-4)
         weights = np.exp(-alpha * (np.array(losses) - min(losses)))
         weights /= weights.sum()
@@ -720,7 +738,7 @@ def try_minimize(draw: Draw) -> str:
 
         def minimize_bad() -> None:
             result = fedcb2o.minimize(BAD_FUNCTIONS[kind], **options)
-            if not result.success.any() and not result.fun.isfinite().any():
+            if not np.any(result.success) and not result.fun.isfinite().any():
                 warnings.warn("the result says that it has no value", stacklevel=1)
 
         return require_message(kind, minimize_bad)

@@ -159,7 +159,7 @@ class Agent:
         settings = self._settings
         self._spec = settings.spec(type(self.network).__name__, self.network)
         attack = build_attack(settings.attack)
-        self._data = self._agent_data(self._validation, settings.num_samples, attack)
+        self._data = self._agent_data(self._validation, attack)
         self._shortfall = Shortfall(self._spec.algorithm, settings.malicious_share)
         self._format = ModelFormat(self.network, self._is_numpy)
         self._buffer = self._previous.new_empty(0, 0)
@@ -179,6 +179,7 @@ class Agent:
         reason = self._format.read_(theta, row)
         if reason:
             raise ConfigError(f"the model cannot be set: {reason}")
+        self._format.require_same()
         self._load(row)
 
     def training_data(self, x: Any, y: Any) -> tuple[Tensor, Tensor]:
@@ -197,7 +198,7 @@ class Agent:
         part = sources.read("`x`", ("x", "y"), x, y)
         shard = Shard(*map(torch.from_numpy, inputs.check_part(part)))
         attack = self._data.attack if self._data.malicious[0] else None
-        data = self._agent_data(shard, len(shard), attack)
+        data = self._agent_data(shard, attack)
         poisoned, changed = data.training_data(np.zeros(1, np.int64), self.round)
         return poisoned[0], changed[0]
 
@@ -472,6 +473,7 @@ class Agent:
             raise RunError(
                 f"{path} is of an agent whose network has other frozen parameters: load these first"
             )
+        self._format.require_same()
         theta = self._read_saved(model)
         self.load_state_dict(state)
         self._load(theta)
@@ -534,14 +536,14 @@ class Agent:
             agents=self._spec.agents.model_copy(update={"budget": budget}),
         )
 
-    def _agent_data(self, samples: Shard, num_training: int, attack: Attack | None) -> AgentData:
+    def _agent_data(self, samples: Shard, attack: Attack | None) -> AgentData:
         """Return the agent's data: samples to validate on, which stand for training samples."""
         indices = np.arange(len(samples))
         return AgentData(
             agents=np.array([self._peers.own]),
             samples=samples,
             test=samples,
-            train=Ragged.from_arrays([np.resize(indices, num_training)]),
+            train=Ragged.from_arrays([indices]),
             validation=Ragged.from_arrays([indices]),
             cluster=np.zeros(1, np.int64),
             view=transforms.unchanged,
@@ -550,11 +552,11 @@ class Agent:
             attack=attack or Attack(),
             seed=self._spec.seed,
             value_range=value_range(samples.x),
+            claims=np.array([self._settings.num_samples], dtype=float),
         )
 
     def _load(self, theta: Float[Tensor, " d"]) -> None:
-        """Copy a model into the network."""
-        self._format.require_same()
+        """Copy a model into the network, which `require_same` has found unchanged."""
         views = self._format.views(theta)
         with torch.no_grad():
             for name, tensor in parameters.shared_tensors(self.network).items():

@@ -27,6 +27,10 @@ Model = Mapping[str, Any] | Tensor | np.ndarray
 """A `state_dict`, its tensors also as arrays, or theta as a flat array [d]."""
 
 
+_Kind = tuple[torch.Size, torch.dtype, torch.device]
+_ADAPTER_ATTRIBUTES = ("merged_adapters", "lora_A")
+
+
 class FlatModel(nn.Module):
     """Stand-in for a network where the model is an array that a function evaluates."""
 
@@ -88,8 +92,9 @@ class ModelFormat:
     def require_same(self) -> None:
         """Raise ConfigError if the network has changed so that models do not fit any more."""
         for name, layer in self.network.named_modules():
-            is_adapter = hasattr(layer, "merged_adapters") or hasattr(layer, "lora_A")
-            if not is_adapter:
+            # A missing attribute of a module takes long to look up.
+            names = {*layer.__dict__, *layer._parameters, *layer._modules}
+            if names.isdisjoint(_ADAPTER_ATTRIBUTES):
                 continue
             if getattr(layer, "merged", False) is True:
                 raise ConfigError(
@@ -112,8 +117,8 @@ class ModelFormat:
         name = (changed or every)[0]
         raise ConfigError(
             "the tensors that the network exchanges have changed since the agent was made: "
-            f"`{name}` is {kinds.get(name, 'not exchanged')}, and was "
-            f"{self._kinds.get(name, 'not exchanged')}. Freeze, convert and move layers before, or "
+            f"`{name}` is {_in_words(kinds.get(name))}, and was "
+            f"{_in_words(self._kinds.get(name))}. Freeze, convert and move layers before, or "
             "make a new agent"
         )
 
@@ -137,11 +142,15 @@ class ModelFormat:
         if not isinstance(model, Mapping):
             return _copy_("it", model, (self.dim,), row)
 
-        given: dict[str, str] = {}
-        for name in model:
-            if name in self._aliases:
-                given.setdefault(self._aliases[name], name)
-        others = [name for name in model if name not in self._aliases]
+        given = dict(zip(self.shapes, self.shapes, strict=True))
+        others: list[Any] = []
+        if model.keys() != self.shapes.keys():
+            given = {}
+            for name in model:
+                if name in self._aliases:
+                    given.setdefault(self._aliases[name], name)
+                else:
+                    others.append(name)
         constants = self._constants() if others else {}
         unknown = [name for name in others if name not in constants.keys() | self._saved_names]
         for name in self.shapes:
@@ -216,9 +225,17 @@ class ModelFormat:
         return thetas.numpy() if self.is_numpy else thetas
 
 
-def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return shape, type and device of tensors, in words."""
-    return {k: f"{[*t.shape]} of {t.dtype} on {t.device}" for k, t in tensors.items()}
+def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, _Kind]:
+    """Return shape, type and device of tensors."""
+    return {name: (tensor.shape, tensor.dtype, tensor.device) for name, tensor in tensors.items()}
+
+
+def _in_words(kind: _Kind | None) -> str:
+    """Return what `_kinds` says of a tensor as words."""
+    if kind is None:
+        return "not exchanged"
+    shape, dtype, device = kind
+    return f"{[*shape]} of {dtype} on {device}"
 
 
 def _named_tensors(network: nn.Module) -> dict[str, Tensor]:

@@ -53,7 +53,8 @@ class AgentData:
     `train` and `validation` are indices into `samples`, and `own_tests` and `common_test` into
     `test`. Both tests are None unless agents bring their own; `common_test` is for all agents.
     `view` shows samples as a cluster sees them. Data without classes have `num_classes` 1. `seed`
-    is that of the poison's random streams.
+    is that of the poison's random streams. `claims` are numbers of samples that weigh models, by
+    default those of `train`.
     """
 
     agents: Int[np.ndarray, " a"]
@@ -70,6 +71,12 @@ class AgentData:
     own_tests: Ragged | None = None
     common_test: Int[np.ndarray, " c"] | None = None
     value_range: ValueRange = (0.0, 1.0)
+    claims: Float[np.ndarray, " a"] | None = None
+
+    @property
+    def num_samples(self) -> Float[np.ndarray, " a"]:
+        """Numbers of samples that weigh the agents' models."""
+        return self.train.sizes.astype(float) if self.claims is None else self.claims
 
     def training_data(self, members: Indices, n: int) -> SampleBatch:
         """Return training data in round n, poisoned by attackers; zeros fill shorter data."""

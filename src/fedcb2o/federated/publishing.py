@@ -76,8 +76,7 @@ def make_outbox(group: AgentGroup, is_agent_sent: Bool[np.ndarray, " a"]) -> Out
     """Return what the agents of a group publish, of those whose `is_agent_sent` is True."""
     is_row_sent = np.zeros(group.layout.first_received, dtype=bool)
     is_row_sent[group.layout.own] = is_agent_sent
-    num_samples = group.data.train.sizes.astype(float)
-    return Outbox(own=group.layout.own, num_samples=num_samples, is_sent=is_row_sent)
+    return Outbox(own=group.layout.own, num_samples=group.data.num_samples, is_sent=is_row_sent)
 
 
 def deceptive_outbox(

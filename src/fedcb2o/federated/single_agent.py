@@ -66,7 +66,7 @@ def inbox_of_one(
     own = int(agent.agents[0])
     received = dict(models)
     if own in asked:
-        received[own] = (int(agent.layout.own[0]), float(agent.data.train.sizes[0]), n)
+        received[own] = (int(agent.layout.own[0]), float(agent.data.num_samples[0]), n)
     ids = sorted(received)
     columns = np.array([received[i] for i in ids], dtype=float).reshape(-1, 3)
     rows, rounds = columns[:, [0, 2]].astype(np.int64).T

@@ -253,7 +253,7 @@ def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
     columns = (
         group.agents[members],
         group.layout.own[members],
-        group.data.train.sizes[members].astype(float),
+        group.data.num_samples[members],
         np.full(len(members), n),
     )
     return Received(*(torch.from_numpy(column).unsqueeze(1) for column in columns))

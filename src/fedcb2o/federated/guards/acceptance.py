@@ -24,8 +24,6 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from fedcb2o.nn.parameters import gather_rows
-
 MAX_VALUE = 1e6
 """Largest absolute value in an acceptable model."""
 
@@ -68,13 +66,18 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
     if not len(rows):
         return np.zeros(0)
     dim = models.shape[1]
+    if models.device.type == "cpu" and len(rows) * dim <= _NUMBERS_PER_CALL:
+        # NumPy's calls take less time than PyTorch's; the numbers are read twice.
+        numbers = _select(models, rows).detach().numpy()
+        found: np.ndarray = np.maximum(-numbers.min(1), numbers.max(1)).astype(np.float64)
+        return found
     # Small models are checked in one call. Large models are read once, a part at a time; from
     # another device there is one transfer.
     size = max(1, _NUMBERS_PER_CALL // dim)
     width = _NUMBERS_PER_CALL if models.device.type == "cpu" else dim  # a part stays in the cache
     extremes = []
     for k in range(0, len(rows), size):
-        chunk = gather_rows(models, rows[k : k + size])
+        chunk = _select(models, rows[k : k + size])
         bounds = []
         for part in torch.split(chunk, width, 1):
             # Two passes take a quarter of the time of `aminmax`.
@@ -82,6 +85,15 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
         extremes.append(torch.stack(bounds, -1))
     largest: np.ndarray = torch.cat(extremes).cpu().abs().amax(1).double().numpy()
     return largest
+
+
+def _select(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
+    """Return rows: a view of rows at equal distances, otherwise a copy."""
+    step = max(1, rows[1] - rows[0]) if len(rows) > 1 else 1
+    regular = range(rows[0], rows[-1] + 1, step)
+    if list(rows) == list(regular):
+        return models[regular.start : regular.stop : step]
+    return models.index_select(0, torch.tensor(rows, device=models.device))
 
 
 def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
