@@ -211,6 +211,24 @@ def test_a_run_that_failed_in_its_first_round_is_repeated_without_resume(tmp_pat
         run(experiment, out=tmp_path / "run", workers=1)
 
 
+def test_a_run_is_overwritten_on_request_only(tmp_path):
+    out = tmp_path / "run"
+    first = run(tiny(), seeds=[1000, 1001], out=out, workers=1).records
+    (out / "notes.txt").write_text("mine")
+    second = run(tiny(rounds=3), seeds=[1000], out=out, workers=1, overwrite=True)
+    assert second.records["round"].max() == 3
+    assert first["round"].max() != 3
+    # A seed that the new run lacks is gone, too; other files stay.
+    assert sorted(path.name for path in out.iterdir()) == ["config.toml", "notes.txt", "seed-1000"]
+    with pytest.raises(ConfigError, match="give one of resume and overwrite"):
+        run(tiny(), out=out, resume=True, overwrite=True)
+
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.txt").write_text("mine")
+    with pytest.raises(RunError, match="is not empty and holds no run"):
+        run(tiny(), out=tmp_path / "other", workers=1, overwrite=True)
+
+
 def far_targets():
     x = stream(0, "x").normal(size=(80, 3)).astype(np.float32)
     y = x.sum(1)

@@ -115,6 +115,9 @@ def run(
     ] = None,
     track: _TrackOption = None,
     resume: Annotated[bool, Option("--resume", help="Continue from the last checkpoint.")] = False,
+    overwrite: Annotated[
+        bool, Option("--overwrite", help="Remove the run that the folder holds first.")
+    ] = False,
     verbose: Annotated[
         bool, RareOption("--verbose", help="Print the choices for this machine.")
     ] = False,
@@ -151,6 +154,7 @@ def run(
                 workers=workers,
                 memory=memory,
                 resume=resume,
+                overwrite=overwrite,
                 watch=_ignore_progress if is_quiet() else progress,
                 cluster=cluster,
                 blocks=blocks,

@@ -3,6 +3,7 @@
 import contextlib
 import fcntl
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,17 +33,24 @@ def exclusive_lock(
         os.close(descriptor)  # releases the lock
 
 
-def open_run(folder: Path, experiment: Experiment, resume: bool) -> None:
+def open_run(
+    folder: Path, experiment: Experiment, *, resume: bool = False, overwrite: bool = False
+) -> None:
     """Write the run's config.toml, or check that the locked folder holds this run.
 
     Temporary files of a killed process are removed. Without `resume`, seeds that have begun are a
-    RunError. So is a folder of something else, or with a part that is a link or another user's.
+    RunError. With `overwrite` the seeds of any run are removed first; other files stay. A folder of
+    something else, or with a part that is a link or another user's, is a RunError.
     """
     path = folder / "config.toml"
     records.check_parts(folder, folder.glob("seed-*"))
     settings = experiment.settings()
     seeds = list(experiment.seeds)
-    if path.exists():
+    if path.exists() and overwrite:
+        records.read_config(path)  # only what is known to be a run is removed
+        for directory in records.find_seeds(folder).values():
+            shutil.rmtree(directory)
+    elif path.exists():
         existing = records.read_config(path)
         _check_existing(folder, existing, experiment, resume)
         seeds = sorted({*seeds, *existing.get("seeds", ())})
@@ -71,8 +79,9 @@ def _check_existing(
     with_rounds = [seed for seed in common if _has_rounds(begun[seed])]
     if with_rounds and not resume:
         raise RunError(
-            f"{folder} already holds seed {with_rounds[0]} of this run: --resume continues it, or "
-            "choose another --out"
+            f"{folder} already holds seed {with_rounds[0]} of this run: --resume continues it "
+            "(in Python resume=True), --overwrite begins anew (overwrite=True), or choose another "
+            "--out"
         )
     rounds = existing.get("rounds", 0)
     if rounds > experiment.rounds:

@@ -48,6 +48,7 @@ def run(
     workers: int | None = None,
     memory: str | int | None = None,
     resume: bool = False,
+    overwrite: bool = False,
     watch: RoundCallback | None = None,
     cluster: str | None = None,
     blocks: int | None = None,
@@ -72,6 +73,8 @@ def run(
             Models that need more are in a file in the run's folder. On a cluster it is the memory
             of each seed or, with `blocks`, of each node.
         resume: Whether a stopped run continues from its last checkpoint. A finished one is read.
+        overwrite: Whether a run that the folder holds is removed first, so that a notebook's cell
+            can run again.
         watch: Called after every round with the experiment, the seed and the metrics record, in
             place of a progress display.
         cluster: Address of a Ray cluster: "HOST:PORT", "auto" for the one of this machine, or
@@ -116,7 +119,7 @@ def run(
     if seeds is not None:
         changes["seeds"] = arguments.parse_seeds(seeds)
     loaded, dataset = load_for_data(source, changes or None, data_folder)
-    if experiment is None and out is None and not resume and "name" not in settings:
+    if experiment is None and out is None and not (resume or overwrite or "name" in settings):
         out = _unused_folder(loaded.name)
     return run_loaded(
         loaded,
@@ -126,6 +129,7 @@ def run(
         workers=workers,
         memory=memory,
         resume=resume,
+        overwrite=overwrite,
         watch=watch,
         cluster=cluster,
         blocks=blocks,
@@ -148,6 +152,7 @@ def run_loaded(
     workers: int | None,
     memory: str | int | None,
     resume: bool,
+    overwrite: bool,
     watch: RoundCallback | None,
     cluster: str | None,
     blocks: int | None,
@@ -155,6 +160,8 @@ def run_loaded(
 ) -> Run:
     """Run a loaded experiment as `run` does; its data set is read where it is None."""
     _check_arguments(out, workers, watch, cluster, blocks)
+    if resume and overwrite:
+        raise ConfigError("a run is resumed or overwritten: give one of resume and overwrite")
     targets = tracking.validate_targets(track)
     folder = Path("runs") / experiment.name if out is None else Path(out)
     limit = None if memory is None else parse_size(memory)
@@ -169,7 +176,7 @@ def run_loaded(
     unfinished = [
         seed
         for seed in experiment.seeds
-        if not has_ended(folder / f"seed-{seed}", experiment.rounds)
+        if overwrite or not has_ended(folder / f"seed-{seed}", experiment.rounds)
     ]
     backend: Backend[Any, Any] = LocalBackend(workers, limit)
     if blocks is not None:
@@ -188,7 +195,7 @@ def run_loaded(
         exclusive_lock(folder),
         Progress() if watch is None else contextlib.nullcontext(watch) as callback,
     ):
-        open_run(folder, experiment, resume)
+        open_run(folder, experiment, resume=resume, overwrite=overwrite)
         with tracking.follow(folder, targets):
             remote_seeds = [] if remote is None else unfinished
             # One machine loses no worker, so a failure there has a cause that stays.
