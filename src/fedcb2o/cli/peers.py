@@ -33,7 +33,7 @@ _UserFunctionsOption = Annotated[
     list[str] | None, Option(metavar="MODULE:FUNCTION", help="Allow this function or base model.")
 ]
 _DataOption = Annotated[
-    str | None, Option(metavar="MODULE:FUNCTION|FILE.npz", help="This organisation's data.")
+    str | None, Option(metavar="FUNCTION|FILE", help="This organisation's data.")
 ]
 _DataDirOption = Annotated[Path | None, Option(help="Folder of the data set.")]
 _DaysOption = Annotated[
@@ -445,7 +445,7 @@ def run(
     metrics: MetricsOption = None,
     measure: Annotated[
         list[str] | None,
-        Option(metavar="METRIC", help="Record this metric too: auc, f1, MODULE:FUNCTION, ..."),
+        Option(metavar="METRIC", help="Record this metric, too."),
     ] = None,
     assess_every: Annotated[
         int, Option(min=0, metavar="ROUNDS", help="Measure the gain; 0: no.")
