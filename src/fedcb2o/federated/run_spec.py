@@ -172,6 +172,7 @@ class RunSpec:
     random streams, where it is secret; None for `seed`. `user_functions` are the import paths of
     users' functions that receive models, by kind. `metrics` are those that the configuration added,
     by the name of their column. `loss_groups` divide validation samples in place of classes.
+    `keep_best` lets evaluations have validation losses.
     """
 
     seed: int
@@ -191,6 +192,7 @@ class RunSpec:
     user_functions: Mapping[str, Sequence[str]] = dataclasses.field(default_factory=dict)
     metrics: Mapping[str, Metric] = dataclasses.field(default_factory=dict)
     loss_groups: functools.partial[Any] | None = None
+    keep_best: bool = False
 
     @functools.cached_property
     def dim(self) -> int:

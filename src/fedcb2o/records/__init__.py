@@ -7,6 +7,7 @@ content. `docs/runs.md` describes every file and every name in it.
 
 from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import (
+    BEST_FILE,
     CHECKPOINT_FILE,
     INITIAL_FILES,
     NON_RESULT_SETTINGS,
@@ -65,6 +66,7 @@ from fedcb2o.records.run import (
 from fedcb2o.records.toml import parse_toml, read_toml
 
 __all__ = [
+    "BEST_FILE",
     "CHECKPOINT_FILE",
     "FILE_SUFFIXES",
     "INITIAL_FILES",

@@ -32,13 +32,15 @@ MANIFEST_FILE = "sums.json"
 CHECKPOINT_FILE = "checkpoint.safetensors"
 INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
 """Files that are written when a seed begins."""
+BEST_FILE = "best.safetensors"
+"""Models of the rounds with the lowest validation losses."""
 LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
 """Files that grow with every round."""
 # Files that exist, and change no more, when a seed has finished.
 _FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
 # Files that may be missing, because nothing else depends on them.
 _OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
-NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every")
+NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every", "keep_best")
 """Settings that no number of a round depends on."""
 
 Checksum = tuple[int, str]

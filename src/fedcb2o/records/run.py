@@ -19,6 +19,7 @@ from safetensors.numpy import load_file
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import (
+    BEST_FILE,
     CHECKPOINT_FILE,
     MANIFEST_FILE,
     Manifest,
@@ -378,10 +379,54 @@ class Run:
             lines += [{"seed": seed, **line} for _, line in read_lines(path)]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 
+    def best_rounds(self) -> pd.DataFrame:
+        """Return the round of each agent with its lowest validation loss (the key `keep_best`).
+
+        Returns:
+            Columns seed, agent, round and validation_loss, of agents with validation samples. The
+            results of these rounds are in `records`.
+
+        Raises:
+            RunError: The run kept no best models, or a file is damaged.
+        """
+        tables = []
+        for seed in self.seeds:
+            best = self.best_models(seed)
+            columns = {"round": best["rounds"], "validation_loss": best["losses"]}
+            table = pd.DataFrame(columns).rename_axis("agent").reset_index()
+            tables.append(table[table["round"] > 0].assign(seed=seed))
+        return pd.concat(tables, ignore_index=True)[["seed", "agent", "round", "validation_loss"]]
+
+    def best_models(self, seed: int) -> dict[str, np.ndarray]:
+        """Read best.safetensors of one seed.
+
+        Args:
+            seed: Seed of the run.
+
+        Returns:
+            "models" [N, d], "rounds" [N], 0 for agents without validation samples, and "losses".
+
+        Raises:
+            RunError: The run kept no best models, or the file is damaged.
+        """
+        path = self._seed_directory(seed) / BEST_FILE
+        if not path.exists():
+            raise RunError(f"there is no {path}: run it with `keep_best` = true")
+        try:
+            check_regular(path)
+            return load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise damaged_error(path, str(error)) from error
+
     def model(
-        self, agent: int, *, seed: int | None = None, data_dir: str | PathLike[str] | None = None
+        self,
+        agent: int,
+        *,
+        seed: int | None = None,
+        data_dir: str | PathLike[str] | None = None,
+        best: bool = False,
     ) -> Any:
-        """Load the model of an agent at the last checkpoint.
+        """Load the model of an agent at the last checkpoint, or after its best round.
 
         The model expects samples in the form that the cluster of the agent sees.
 
@@ -389,6 +434,7 @@ class Run:
             agent: Id of the agent, from 0.
             seed: Seed of the run; by default the first.
             data_dir: Folder of the data set, which is built again.
+            best: Whether to take the round with the lowest validation loss (`keep_best`).
 
         Returns:
             The `nn.Module` that the configuration names, in evaluation mode.
@@ -396,7 +442,7 @@ class Run:
         Raises:
             RunError: There is no checkpoint or no such agent.
         """
-        return self._model_reader().load_model(self, agent, seed, data_dir)
+        return self._model_reader().load_model(self, agent, seed, data_dir, best)
 
     def confusion(
         self,

@@ -222,6 +222,7 @@ def build_run_spec(
         user_functions=resolved.user_functions(),
         metrics=resolved.metrics,
         loss_groups=resolved.loss_groups,
+        keep_best=experiment.keep_best,
     )
 
 

@@ -120,6 +120,14 @@ class Experiment(Section):
     rounds: Annotated[PositiveInt, key_field("T, the number of rounds")]
     evaluate_every: Annotated[PositiveInt, key_field("rounds between two evaluations")] = 1
     checkpoint_every: Annotated[PositiveInt, key_field("rounds between two checkpoints")] = 1
+    keep_best: Annotated[
+        bool,
+        key_field(
+            "true: the model of each agent after its evaluated round with the lowest loss on its "
+            "validation samples is kept, for `run.model(agent, best=True)`. They must not train: "
+            "`agents.hold_out` is then true by default"
+        ),
+    ] = False
     evaluate_on: Annotated[
         Literal["test", "tuning", "redrawn"],
         key_field(
@@ -237,6 +245,8 @@ class Experiment(Section):
         training = table.get("training")
         if isinstance(training, Mapping) and training.get("privacy") is not None:
             return table  # losses on training samples would reveal them
+        if table.get("keep_best"):
+            return table
         return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
 
     @model_validator(mode="after")
@@ -292,6 +302,11 @@ class Experiment(Section):
             raise ValueError(
                 "`agents.validation` = 1 leaves nothing to train on: take less, or set "
                 "`agents.hold_out` = false to train on all samples"
+            )
+        if self.keep_best and not agents.hold_out:
+            raise ValueError(
+                "`keep_best` compares losses on validation samples, and with `agents.hold_out` = "
+                "false these train the model: leave `hold_out` out"
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"`seeds` must differ, got {list(self.seeds)}")

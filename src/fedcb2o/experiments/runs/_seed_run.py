@@ -18,6 +18,7 @@ from fedcb2o.errors import ConfigError, FedCB2OError, RunError
 from fedcb2o.experiments.config.datasets import dataset_digest
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.runs._best_models import BestModels
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT, choose_kernels
 from fedcb2o.experiments.runs._local_backend import LocalBackend
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
@@ -181,6 +182,10 @@ def run_seed(
             engine.load_models_(models)
             # The copy of all models would otherwise live during the rounds.
             del models
+        best = None
+        if experiment.keep_best:
+            count, dim = prepared.spec.num_agents, prepared.spec.dim
+            best = BestModels(folder, count, dim, resume=saved is not None)
         del saved
         _resume_logs(folder, log, start, manifest)
         manifest = Manifest.create(folder, prepared.seed, experiment.settings(), start)
@@ -205,10 +210,14 @@ def run_seed(
             log.append("metrics", record)
             log.append("pairs", pairs_record(result))
             seconds = dict(result.seconds)
+            if best is not None:
+                best.update(result, engine.persistent_models())
             if done % experiment.checkpoint_every == 0 or done == experiment.rounds:
                 began = time.perf_counter()
                 # Lines of a checkpoint's rounds are on disk before it, or a resume could miss them.
                 log.sync()
+                if best is not None:
+                    best.save()
                 checkpoint.save(
                     folder,
                     done,

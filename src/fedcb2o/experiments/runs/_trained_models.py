@@ -1,5 +1,6 @@
 """Trained models, read back from a run's last checkpoint."""
 
+import dataclasses
 from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
@@ -29,10 +30,19 @@ _OptionalPath = str | PathLike[str] | None
 
 
 def load_model(
-    run: Run, agent: int, seed: int | None = None, data_dir: _OptionalPath = None
+    run: Run,
+    agent: int,
+    seed: int | None = None,
+    data_dir: _OptionalPath = None,
+    best: bool = False,
 ) -> nn.Module:
-    """Load an agent's model at the last checkpoint of a seed, by default the first."""
+    """Load an agent's model at the last checkpoint of a seed, by default the first, or the best."""
     group, _, _ = _restore_agents(run, agent, seed, data_dir)
+    if best:
+        found = run.best_models(run.seeds[0] if seed is None else seed)
+        if not found["rounds"][agent]:
+            raise RunError(f"agent {agent} has no validation samples, and no best model")
+        group = dataclasses.replace(group, models=torch.from_numpy(found["models"][[agent]]))
     return agent_network(group, 0)
 
 

@@ -4,7 +4,7 @@
 `fedcb2o.records.METRICS` labels. `__all__` holds those that a configuration may add by its key
 `metrics`: functions of the model's outputs and the targets, whose keyword arguments are parameters.
 They are equal to those of scikit-learn. NaN stands for a metric that is not defined, such as the
-AUC of samples of one class.
+AUC of samples of one class. Targets of the other kind, classes or numbers, are a ConfigError.
 
 >>> import torch
 >>> outputs = torch.tensor([[2.0, 0.0], [1.0, 3.0], [0.0, 1.0], [0.5, 0.0]])
@@ -59,9 +59,6 @@ def auc(
 
     Returns:
         A share in [0, 1]; NaN for samples of one class.
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     from sklearn.metrics import roc_auc_score  # slow to import
 
@@ -85,9 +82,6 @@ def average_precision(
 
     Returns:
         A share in [0, 1]; NaN for samples of one class.
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     from sklearn.metrics import average_precision_score  # slow to import
 
@@ -114,9 +108,6 @@ def f1(
 
     Returns:
         A share in [0, 1]; NaN where no sample has, or is predicted as, the class `label`.
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     from sklearn.metrics import f1_score  # slow to import
 
@@ -135,9 +126,6 @@ def balanced_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"])
 
     Returns:
         A share in [0, 1].
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     return float(_class_accuracies(outputs, targets).mean())
 
@@ -151,9 +139,6 @@ def worst_class_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n
 
     Returns:
         A share in [0, 1].
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     return float(_class_accuracies(outputs, targets).min())
 
@@ -173,9 +158,6 @@ def calibration_error(
 
     Returns:
         A number in [0, 1], lower is better.
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     if bins < 1:
         raise ConfigError(f"metric `calibration_error`: `bins` must be 1 or more, got {bins}")
@@ -195,9 +177,6 @@ def log_loss(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float
 
     Returns:
         A number from 0, lower is better.
-
-    Raises:
-        ConfigError: The targets are not classes.
     """
     from sklearn import metrics  # slow to import
 
@@ -214,9 +193,6 @@ def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
 
     Returns:
         A number up to 1, the mean over the numbers of a sample; NaN for constant targets.
-
-    Raises:
-        ConfigError: The targets are not numbers, or the outputs have another shape.
     """
     from sklearn.metrics import r2_score  # slow to import
 
@@ -235,9 +211,6 @@ def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float
 
     Returns:
         A number from 0 in the units of the targets, lower is better.
-
-    Raises:
-        ConfigError: The targets are not numbers, or the outputs have another shape.
     """
     from sklearn.metrics import mean_absolute_error  # slow to import
 
@@ -254,9 +227,6 @@ def rmse(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> floa
 
     Returns:
         A number from 0 in the units of the targets, lower is better.
-
-    Raises:
-        ConfigError: The targets are not numbers, or the outputs have another shape.
     """
     from sklearn.metrics import root_mean_squared_error  # slow to import
 
@@ -280,9 +250,6 @@ def c_index(
 
     Returns:
         A share in [0, 1]; NaN without a comparable pair.
-
-    Raises:
-        ConfigError: The targets are not numbers, or the shapes are others.
     """
     time = targets.flatten(1)[:, :1] if targets.ndim > 1 else targets
     if targets.is_floating_point() and targets.ndim > 1 and targets[0].numel() > 2:
@@ -394,13 +361,15 @@ class EvaluationResult:
 
     `triggered` is the confusion matrix with the trigger of a backdoor. `common` is the result on
     the common test set, where agents have test sets of their own. `wanted` is the share of test
-    samples that get the attacker's answer; None without an attack on text.
+    samples that get the attacker's answer; None without an attack on text. `validation` is the loss
+    on the agent's validation samples, if the best models are kept.
     """
 
     own: Score
     triggered: Confusion | None = None
     common: Score | None = None
     wanted: float | None = None
+    validation: float | None = None
 
 
 def accuracy(confusion: Int[Tensor, "C C"]) -> float:

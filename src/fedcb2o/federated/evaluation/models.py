@@ -21,6 +21,7 @@ from fedcb2o.federated.inference import (
 from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.plugin_outputs import apply_sample_transform, metric_value
 from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated.validation import own_models, validation_losses
 from fedcb2o.nn.batch_norm import estimate_statistics_
 from fedcb2o.nn.parameters import bind_
 
@@ -63,14 +64,16 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
                 counts = list(confusion_matrices(predicted, test.y, spec.num_classes))
         for i, k in enumerate(tested.tolist()):
             results[k][name] = Score(counts[i], losses[i], exact[i], chosen[i])
+    kept = _validation_losses(group, members) if spec.keep_best else {}
     return [
         EvaluationResult(
             scores["own"],
             scores["triggered"].confusion if "triggered" in scores else None,
             scores.get("common"),
             scores["wanted"].exact if "wanted" in scores else None,
+            kept.get(k),
         )
-        for scores in results.values()
+        for k, scores in results.items()
     ]
 
 
@@ -120,6 +123,16 @@ def _chosen_metrics(
         for own in outputs:
             chosen.append({name: metric_value(f, own, y) for name, f in spec.metrics.items()})
     return chosen, torch.cat(predicted)
+
+
+def _validation_losses(group: AgentGroup, members: Indices) -> dict[int, float]:
+    """Compute the losses of members' own models on the validation samples of those with any."""
+    losses = {}
+    for k in members[group.data.validation.sizes[members] > 0].tolist():
+        one = np.array([k])
+        found = validation_losses(group, one, own_models(group, one, 0))
+        losses[k] = float(found.mean)
+    return losses
 
 
 def _finite_or_inf(losses: Float[Tensor, "..."]) -> Float[Tensor, "..."]:
