@@ -158,6 +158,9 @@ def calibration_error(
 
     Returns:
         A number in [0, 1], lower is better.
+
+    Raises:
+        ConfigError: `bins` is below 1.
     """
     if bins < 1:
         raise ConfigError(f"metric `calibration_error`: `bins` must be 1 or more, got {bins}")
@@ -250,6 +253,9 @@ def c_index(
 
     Returns:
         A share in [0, 1]; NaN without a comparable pair.
+
+    Raises:
+        ConfigError: The targets are not numbers, or the shapes are others.
     """
     time = targets.flatten(1)[:, :1] if targets.ndim > 1 else targets
     if targets.is_floating_point() and targets.ndim > 1 and targets[0].numel() > 2:
