@@ -59,9 +59,8 @@ from fedcb2o.peer.wire import (
     _sealing,
     verify_proof,
 )
-from fedcb2o.peer.wire import _zenoh_messages as messages
-from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._tls_probe import ProbeResult
+from fedcb2o.peer.wire._http import HttpRequest, RefusedError, RequestParser
+from fedcb2o.peer.wire._probe import ProbeResult
 
 VECTORS = Path(__file__).parents[1] / "peer"
 CORPUS = Path(__file__).parent / "corpus"
@@ -132,17 +131,10 @@ def _remove(folder: Path, process: int) -> None:
 
 def vectors() -> dict[str, bytes]:
     """Return the messages of the protocol's test vectors by name."""
-    content = json.loads((VECTORS / "messages.json").read_text())["vectors"]
-    names = [
-        name for name in content if name.partition("-")[0] in ("manifest", "request", "answer")
-    ]
-    return {name: bytes.fromhex(content[name]) for name in names}
-
-
-def link_vectors() -> list[bytes]:
-    """Return the batches of a link in the test vectors."""
-    content = json.loads((VECTORS / "vectors.json").read_text())["link"]
-    return [bytes.fromhex(text) for name, text in content.items() if not name.startswith("sha")]
+    content = json.loads((VECTORS / "messages.json").read_text())
+    requests = {name: text.encode() for name, text in content["requests"].items()}
+    names = ("manifest", "manifest-of-two-chunks", "offer", "hello")
+    return requests | {f"a {name}": bytes.fromhex(content["vectors"][name]) for name in names}
 
 
 # --- files of the membership ---------------------------------------------------------------------
@@ -286,62 +278,33 @@ def root_seeds() -> list[bytes]:
 # --- messages ------------------------------------------------------------------------------------
 
 
-def link(data: bytes) -> None:
-    """The batches of a link, after their framing."""
-    stream = TlsStream.__new__(TlsStream)
-    stream._plain = bytearray(data)
-    batches = [bytes(batch) for batch in stream.take_batches()]
-    framed = b"".join(map(messages.with_length, batches))
-    assert framed + bytes(stream._plain) == data
-
-    max_bytes = 2**12
-    decoder = messages.BatchDecoder(max_bytes, b"fedcb2o/agents/1")
-    for batch in batches:
-        for decode in (
-            functools.partial(messages.decode_init, is_answer=True),
-            functools.partial(messages.decode_init, is_answer=False),
-            functools.partial(messages.decode_open, cookie=NONCE),
-            messages.decode_open,
-        ):
-            with suppress(messages.ZenohError):
-                decode(batch)
-        with suppress(messages.ZenohError, ConnectionError):
-            for message in decoder.decode(batch):
-                _check_link_message(message)
-        assert len(decoder._partial) <= max_bytes
+def http(data: bytes) -> None:
+    """The bytes of a connection, whole or in pieces, to a node and to a relay."""
+    for max_body in (0, 2**12):
+        for size in (len(data) or 1, 7):
+            parser = RequestParser(max_body)
+            with suppress(RefusedError):
+                if any(parser.receive(data[k : k + size]) for k in range(0, len(data), size)):
+                    request = parser.request(None)
+                    assert request.method in ("GET", "PUT")
+                    assert request.target.startswith("/v")
+                    assert "%" not in request.target
+                    assert len(request.body) <= max_body
+                    assert len(set(request.headers) & {"transfer-encoding", "upgrade"}) == 0
 
 
-def _check_link_message(message: messages.Message) -> None:
-    if isinstance(message, messages.Ignored):
-        assert message.size > 0
-        return
-    key = b"fedcb2o/agents/1" if getattr(message, "is_own_key", False) else b"other"
-    if isinstance(message, messages.Query):
-        written = messages.encode_query(message.id, key, message.payload, 1.0)
-    elif isinstance(message, messages.Reply) and message.payload is not None:
-        written = messages.encode_reply(message.id, key, bytes(message.payload))
-    elif isinstance(message, messages.Final):
-        written = messages.encode_final(message.id)
-    else:
-        return
-    encoder = messages.BatchEncoder()
-    (batch,) = encoder.encode(written)
-    decoder = messages.BatchDecoder(2**17, b"fedcb2o/agents/1")
-    assert list(decoder.decode(batch[2:])) == [message]
-
-
-def link_seeds() -> list[bytes]:
-    cookie = bytes(16)
-    opening = [
-        messages.encode_init(),
-        messages.encode_init(cookie),
-        messages.encode_open(5, 10, cookie),
-        messages.encode_open(5, 10),
-        messages.CLOSE,
+def http_seeds() -> list[bytes]:
+    head = b" HTTP/1.1\r\nHost: x\r\n"
+    signed = vectors()["model"].decode()
+    line, *fields = signed.split("\n")
+    request = line.encode() + head + "\r\n".join([*fields, "", ""]).encode()
+    return [
+        request,
+        b"GET /v1/federation" + head + b"Connection: close\r\n\r\n",
+        b"PUT /v1/cards/org-0.run" + head + b"Content-Length: 5\r\n\r\nabcde",
+        b"PUT /v1/x" + head + b"Transfer-Encoding: chunked\r\n\r\n5\r\nabcde\r\n0\r\n\r\n",
+        b"GET /v1/x" + head + b"Upgrade: h2c\r\nExpect: 100-continue\r\n\r\n",
     ]
-    encoder = messages.BatchEncoder(1024)
-    fragments = b"".join(encoder.encode(messages.encode_reply(5, b"k", bytes(3000))))
-    return [*link_vectors(), *map(messages.with_length, opening), fragments]
 
 
 def wire_messages(data: bytes) -> None:
@@ -356,19 +319,20 @@ def wire_messages(data: bytes) -> None:
     with suppress(MalformedError):
         assert _protocol.decode_answer(data).encode() == data
     with suppress(MalformedError):
-        assert _protocol.encode_offer(*_protocol.decode_offer(data)) == data
+        offer = _protocol.decode_offer(data)
+        assert _protocol.decode_offer(_protocol.encode_offer(*offer)) == offer
 
 
 def wire_seeds() -> list[bytes]:
     found = vectors()
-    return [*found.values(), found["answer-manifest"][26:]]
+    return [*found.values(), b"200\n" + found["a hello"], b"503\n"]
 
 
 def hello(data: bytes) -> None:
     """The description that a member signed, and what `peer check` shows of it."""
     member = world().other.member
     signed = data + world().other.sign(_protocol.HELLO_CONTEXT + NONCE + data)
-    answer = _protocol.Answer(NONCE, _protocol.AnswerStatus.OK, signed).encode()
+    answer = _protocol.Answer(_protocol.AnswerStatus.OK, signed)
     reply = _preflight._decode_reply(answer, NONCE, member, time.time())
     result = _preflight._member_result(world().first, member, reply, True, ProbeResult())
     claim = _preflight.describe_relay_version(world().first, reply.content or {})
@@ -425,26 +389,21 @@ def sealed_seeds() -> list[bytes]:
 # --- relays --------------------------------------------------------------------------------------
 
 
-class _Stream:
-    """Stream of received bytes, in place of a TLS connection."""
+class _Replies:
+    """Connections to a relay whose reply is any bytes, in place of `Pool`."""
 
-    def __init__(self, data: bytes) -> None:
-        self._data = io.BytesIO(data)
+    def __init__(self, code: int, content: bytes) -> None:
+        self._reply = code, content
 
-    def read_exactly(self, count: int, end: float) -> bytes:
-        content = self._data.read(count)
-        if len(content) < count:
-            raise ConnectionError("the remote closed the connection")
-        return content
-
-    def write(self, data: bytes, seconds: float) -> None: ...
-    def release(self) -> None: ...
+    def exchange(self, method: str, target: str, *, max_bytes: int, **_: Any) -> tuple[int, bytes]:
+        if len(self._reply[1]) > max_bytes:
+            raise MalformedError("malformed")
+        return self._reply
 
 
 def relay_reply(data: bytes) -> None:
-    """The frames of a hostile relay, as a member reads them."""
+    """The replies of a hostile relay, as a member reads them."""
     mailbox = _mailbox.RelayMailbox(world().other.member, world().own)
-    mailbox._connect = lambda end: _Stream(data)  # type: ignore[method-assign]
     calls: list[Callable[[], Any]] = [
         mailbox.cards,
         mailbox.federation,
@@ -452,27 +411,21 @@ def relay_reply(data: bytes) -> None:
         lambda: mailbox.put("org-1/" + "0" * 32, b"message", 0.0),
         lambda: mailbox.publish_card("org-0.run", b""),
     ]
-    for call in calls:
-        mailbox._idle.clear()
-        with suppress(OSError):
-            call()
-    mailbox._idle.clear()
-    mailbox._connect = lambda end: _Stream(_frame(b"ok\n" + data))  # type: ignore[method-assign]
+    for code in (200, 410, 429, 500):
+        mailbox._pool = _Replies(code, data)  # type: ignore[assignment]
+        for call in calls:
+            with suppress(OSError):
+                call()
+    mailbox._pool = _Replies(200, data)  # type: ignore[assignment]
     with suppress(OSError):
         parts = mailbox.take("org-0/" + "0" * 32, 0.0)
         assert data.startswith(_mailbox.join_messages(parts))
 
 
-def _frame(content: bytes) -> bytes:
-    return len(content).to_bytes(4, "little") + content
-
-
 def relay_reply_seeds() -> list[bytes]:
     version = json.dumps({"run": "0", "version": 1, "federation": "0"}).encode()
     cards = _mailbox.join_messages([b"org-1.run", world().sessions[1].card(1)])
-    file = federation_files.file_content(world().second)
-    replies = [b"ok\n", b"ok\n" + version, b"ok\n" + cards, b"full\n", b"former\n" + file]
-    return [*map(_frame, replies), cards]
+    return [version, cards, federation_files.file_content(world().second)]
 
 
 @functools.cache
@@ -485,18 +438,28 @@ def _own_relay() -> _relay.Relay:
 
 
 def relay_request(data: bytes) -> None:
-    """A request of a member to a relay."""
-    with mock.patch.object(_relay, "_MAX_TAKE_SECONDS", 0.0), suppress(ValueError, OSError):
-        parts = _own_relay()._reply("org-0", data)
-        assert parts[0].endswith(b"\n")
+    """A signed request of a member to a relay: its method, its target and its body."""
+    head, _, body = data.partition(b"\n")
+    method, _, target = head.decode("latin-1").partition(" ")
+    request = HttpRequest(method, target, {"authorization": "Ed25519 AA=="}, body, None)
+    assert _own_relay()._signer(request) is None
+    with mock.patch.object(_relay, "_MAX_TAKE_SECONDS", 0.0), suppress(OSError):
+        code, content = _own_relay()._reply("org-0", request)
+        assert code in (200, 403, 404, 429)
+        assert code == 200 or content
 
 
 def relay_request_seeds() -> list[bytes]:
     box = "0" * 32
-    heads = ["cards", "federation", f"take org-0/{box} 1.5", f"put org-1/{box}", "card org-0.run"]
-    return [head.encode() + b"\n" + world().sessions[0].card(1) for head in heads] + [
-        b"take org-0/" + box.encode() + b" 0.000\n"
+    ends = f"key={'0' * 64}&to={'0' * 64}&nonce={'0' * 32}"
+    heads = [
+        f"GET /v1/cards?{ends}",
+        f"GET /v1/federation?{ends}",
+        f"GET /v1/boxes/org-0/{box}?wait=1.5&{ends}",
+        f"PUT /v1/boxes/org-1/{box}?{ends}",
+        f"PUT /v1/cards/org-0.run?{ends}",
     ]
+    return [head.encode() + b"\n" + world().sessions[0].card(1) for head in heads]
 
 
 # --- models and proofs ---------------------------------------------------------------------------
@@ -588,7 +551,7 @@ def witnesses(data: bytes) -> None:
                 ledger.get(agent, n, digest)
         ledger.record(data)
         assert len(ledger.digests()) <= _protocol.MAX_DIGESTS
-        if world().other.member.verify(_protocol.MANIFEST_CONTEXT + data[4:-64], data[-64:]):
+        if b"manifest" in data:  # it may be signed
             return
         assert not ledger.equivocators
 
@@ -739,7 +702,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "former": (former_notice, federation_seeds),
     "hello": (hello, hello_seeds),
     "journal": (journal, journal_seeds),
-    "link": (link, link_seeds),
+    "http": (http, http_seeds),
     "member": (member_file, member_seeds),
     "metrics": (metrics_request, metrics_seeds),
     "model": (model, model_seeds),

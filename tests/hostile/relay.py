@@ -6,10 +6,12 @@ the share of a processor that a node's transport uses under each attack of the r
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 import multiprocessing
 import random
+import re
 import secrets
 import sys
 import tempfile
@@ -24,7 +26,7 @@ from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, read_federation
 from fedcb2o.peer.wire import Relay, Request, RequestKind
-from fedcb2o.peer.wire._mailbox import FORMER, join_messages, split_head, split_messages
+from fedcb2o.peer.wire._mailbox import FORMER_MEMBER, join_messages, split_messages
 from fedcb2o.peer.wire._sealing import _SEALED
 
 COUNT = 5
@@ -49,20 +51,19 @@ class HostileRelay(Relay):
 
     attack = staticmethod(lambda relay, name, command, entries: entries)
 
-    def _reply(self, name, frame):
-        head, _ = split_head(frame)
-        command, place, *_ = (*head.split(" "), "")
+    def _reply(self, name, request):
         is_fast = self.attack in FAST
-        if command == "take" and is_fast:  # do not wait for messages
-            frame = f"take {place} 0.01\n".encode()
-        status, *content = super()._reply(name, frame)
-        if command not in ("cards", "take"):
-            return (status, *content)
-        entries = split_messages(content[0], 2**20)
+        if "?wait=" in request.target and is_fast:  # do not wait for messages
+            target = re.sub(r"wait=[0-9.]+", "wait=0.01", request.target)
+            request = dataclasses.replace(request, target=target)
+        code, content = super()._reply(name, request)
+        commands = {"GET /v1/cards": "cards", "GET /v1/boxes": "take"}
+        command = commands.get(f"{request.method} {request.target[:9]}")
+        if command is None or code != 200:
+            return code, content
+        entries = split_messages(content, 2**20)
         result = self.attack(self, name, command, entries)
-        if isinstance(result, bytes):
-            return (result,)
-        return status, join_messages(result)
+        return result if isinstance(result, tuple) else (code, join_messages(result))
 
     def junk(self, name, count):
         """Return messages that only the seal shows to be forged."""
@@ -113,7 +114,7 @@ def junk_cards(relay, name, command, entries):
 @attack(BY_RELAY)
 def long_cards_every_second_time(relay, name, command, entries):
     is_long = command == "cards" and random.random() < 0.5
-    return b"ok\n" + EMPTY if is_long else entries
+    return (200, EMPTY) if is_long else entries
 
 
 @attack(BY_RELAY)
@@ -128,7 +129,7 @@ def large_messages(relay, name, command, entries):
 
 @attack(BY_RELAY)
 def empty_messages(relay, name, command, entries):
-    return entries if command == "cards" else b"ok\n" + join_messages(entries) + EMPTY
+    return entries if command == "cards" else (200, join_messages(entries) + EMPTY)
 
 
 @attack(BY_RELAY)
@@ -142,14 +143,14 @@ def versions_of_another_federation(relay, name, command, entries):
     if (command == "cards" or not entries) and random.random() < 0.5:
         size = random.choice([2**16, 2**20]) - 10
         lines = HEADERS[: size - 100] + b"\nx = %d\n" % random.randrange(10**9)
-        return FORMER.encode() + b"\n" + lines
+        return FORMER_MEMBER, lines
     return entries
 
 
 @attack(BY_RELAY)
 def lost_connections(relay, name, command, entries):
     if (command == "cards" or not entries) and random.random() < 0.5:
-        raise ValueError("end of the connection")
+        return 500, b"end of the connection"
     return entries
 
 

@@ -8,16 +8,10 @@ import time
 
 def lease(seconds: float) -> None:
     """Consider a link as down after `seconds` without a sign of life."""
-    from fedcb2o.peer.wire import _link
+    from fedcb2o.peer.wire import _dialer
 
-    _link.LEASE_SECONDS = seconds
-
-
-def forgiving() -> None:
-    """Reopen a link at once after it was closed because of invalid messages."""
-    from fedcb2o.peer.wire import _transport
-
-    _transport._ABUSE_PAUSE = 0.1
+    _dialer.LEASE_SECONDS = seconds
+    _dialer._HEARTBEAT_SECONDS = seconds / 4
 
 
 def patient(seconds: float) -> None:

@@ -13,18 +13,15 @@ import os
 import secrets
 import socket
 import ssl
-import struct
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TextIO, TypeAlias
 
 import numpy as np
-import zenoh
 from tests.peer import raw
 
 from fedcb2o.nn import parameters
@@ -32,18 +29,17 @@ from fedcb2o.peer.membership import Federation, Identity, read_federation
 from fedcb2o.peer.node import build_network
 from fedcb2o.peer.wire import (
     CHUNK_BYTES,
-    REQUEST_BYTES,
     SIGNATURE_BYTES,
     Answer,
     AnswerStatus,
     BytesLike,
+    Https,
     MalformedError,
     Manifest,
+    Reply,
     Request,
     RequestKind,
     Transport,
-    Zenoh,
-    decode_answer,
     decode_manifest,
     decode_offer,
     decode_request,
@@ -51,10 +47,10 @@ from fedcb2o.peer.wire import (
     num_chunks,
 )
 
-ANSWER_HEAD_BYTES = 26  # bytes of an answer without content
 LATE = "late"  # the reason for a peer without an answer in time
+Sent: TypeAlias = Answer | bytes  # bytes take the place of the whole answer of HTTP
 Lie: TypeAlias = (
-    "Callable[[Liar, Request], Iterable[BytesLike]]"  # the answers to a request for a manifest
+    "Callable[[Liar, Request], Iterable[Sent]]"  # the answers to a request for a manifest
 )
 
 LIES: dict[str, tuple[set[str], Lie]] = {}
@@ -88,33 +84,37 @@ class Liar:
         self.asked = threading.Event()  # set at the first request for a model
         self.log = log or io.StringIO()
 
-    def serve(self, session: Any) -> None:
-        """Answer each request to a session in its own thread until the process ends."""
-        key = raw.key(self.agent_id)
+    def respond(self, target: str, headers: Mapping[str, str]) -> Iterable[bytes]:
+        """Return the bytes of all answers to a request over HTTPS."""
+        lines = [f"GET {target}"]
+        if "range" in headers:
+            lines.append(f"Range: {headers['range']}")
+        lines.append(f"Authorization: {headers['authorization']}")
+        with contextlib.suppress(MalformedError):
+            request, *_ = decode_request("\n".join(lines).encode())
+            for answer in self.answers(request):
+                if isinstance(answer, bytes):
+                    yield answer
+                else:
+                    yield raw.answer(bytes(answer.body), answer.status)
 
-        def answer(query: Any) -> None:
-            with query:
-                self.on_request(query.payload.to_bytes(), partial(query.reply, key))
-
-        asked = session.declare_queryable(key, zenoh.handlers.FifoChannel(1024), complete=True)
-        while True:
-            query = asked.recv()
-            threading.Thread(target=answer, args=(query,), daemon=True).start()
-
-    def on_request(self, data: bytes, reply: Callable[[bytes], Any]) -> None:
+    def on_request(self, data: bytes, reply: Reply) -> None:
         with contextlib.suppress(MalformedError):
             request, *_ = decode_request(data)
-            for answer in self.answers(request):
-                reply(bytes(answer))
+            answers = [*self.answers(request)][:1]
+            for answer in answers:
+                reply(Answer(AnswerStatus.MALFORMED) if isinstance(answer, bytes) else answer)
+            if not answers:
+                reply(None)
 
-    def answers(self, request: Request) -> Iterable[BytesLike]:
+    def answers(self, request: Request) -> Iterable[Sent]:
         if request.kind is RequestKind.MANIFEST:
             self.asked.set()
             turn = self.lies[min(request.round, len(self.lies) - 1)]
             name = turn[request.sender % len(turn)]
             self.note(lie=name, to=request.sender, round=request.round)
             yield from LIES[name][1](self, request)
-        elif request.kind is RequestKind.CHUNK and request.digest in self.content:
+        elif request.kind is RequestKind.MODEL and request.digest in self.content:
             name, content = self.content[request.digest]
             respond = CHUNKS.get(
                 name,
@@ -123,13 +123,13 @@ class Liar:
                     content[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES],
                 ),
             )
-            response = respond(content, request.index)
+            response = respond(content, request.first // CHUNK_BYTES)
             if response is None:
                 time.sleep(60)
             else:
-                yield Answer(request.nonce, *response).encode()
+                yield Answer(*response)
         else:  # HELLO and WITNESS: random bytes
-            yield Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(500)).encode()
+            yield Answer(AnswerStatus.OK, secrets.token_bytes(500))
 
     def manifest(self, request: Request, content: bytes | None = None, **changes: Any) -> Manifest:
         """Return an honest agent's manifest of a content in this round, with `changes`."""
@@ -146,18 +146,17 @@ class Liar:
         )
         return replace(honest, **changes)
 
-    def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> bytes:
-        return Answer(request.nonce, AnswerStatus.OK, encode_offer(signed, digests)).encode()
+    def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> Answer:
+        return Answer(AnswerStatus.OK, encode_offer(signed, digests))
 
-    def signed(self, request: Request, manifest: Manifest, **options: Any) -> bytes:
+    def signed(self, request: Request, manifest: Manifest, **options: Any) -> Answer:
         return self.offered(request, manifest.to_signed_bytes(self.identity.sign), **options)
 
     def others_manifest(self, request: Request) -> bytes:
         """Return the newest manifest of another member, downloaded with a valid request."""
         for other in self.federation.members.keys() - {self.agent_id, request.sender}:
             asked = self.request(RequestKind.MANIFEST, other).encode(self.identity.sign)
-            for data in self.transport.ask(other, asked, 1.0):
-                answer = decode_answer(data)
+            for answer in self.transport.ask(other, asked, 1.0):
                 if answer.status is AnswerStatus.OK:
                     self.stolen[other], _ = decode_offer(answer.body)
         return next(
@@ -183,8 +182,8 @@ class Liar:
                 pending = [
                     self.transport.ask(peer, data, 2.0) for data in make_requests(self, peer, count)
                 ]
-                replies = [data for stream in pending for data in stream]
-                given = sum(len(data) > ANSWER_HEAD_BYTES for data in replies)
+                replies = [answer for stream in pending for answer in stream]
+                given = sum(answer.status is AnswerStatus.OK for answer in replies)
                 self.note(
                     request=name,
                     to=peer,
@@ -209,7 +208,7 @@ def lie(name: str, *reasons: str) -> Callable[[Lie], Lie]:
 def answers(name: str, *reasons: str) -> Any:
     """Register an invalid answer that changes the bytes of the answer itself."""
 
-    def named(function: Callable[[Liar, Request, bytes], Iterable[BytesLike]]) -> Any:
+    def named(function: Callable[[Liar, Request, Answer], Iterable[Sent]]) -> Any:
         honest = lambda liar, request: liar.signed(request, liar.manifest(request))  # noqa: E731
         LIES[name] = (
             set(reasons),
@@ -222,50 +221,66 @@ def answers(name: str, *reasons: str) -> Any:
 
 # Malformed and missing answers.
 
-answers("random bytes", "malformed")(lambda liar, request, good: [secrets.token_bytes(1000)])
-answers("nothing", LATE)(lambda liar, request, good: [])
-answers("half of a head", "malformed")(lambda liar, request, good: [good[:20]])
-answers("an empty offer", "malformed")(
-    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.OK, b"").encode()]
+answers("random bytes", "malformed")(
+    lambda liar, request, good: [secrets.token_bytes(1000) + b"\r\n\r\n"]
 )
-answers("to another question", "malformed")(
+answers("nothing", LATE)(lambda liar, request, good: [])
+answers("a body of random bytes", "malformed")(
+    lambda liar, request, good: [Answer(AnswerStatus.OK, secrets.token_bytes(1000))]
+)
+answers("an empty offer", "malformed")(lambda liar, request, good: [Answer(AnswerStatus.OK, b"")])
+answers("a list", "malformed")(lambda liar, request, good: [Answer(AnswerStatus.OK, b"[1, 2]")])
+answers("brackets", "malformed")(
+    lambda liar, request, good: [Answer(AnswerStatus.OK, b"[" * 10**5)]
+)
+answers("an unknown status", "malformed")(lambda liar, request, good: [raw.answer(b"", 299)])
+answers("a redirection", "malformed")(
+    lambda liar, request, good: [b"HTTP/1.1 302 X\r\nLocation: /v1/x\r\nContent-Length: 0\r\n\r\n"]
+)
+answers("a compressed answer", "malformed")(
     lambda liar, request, good: [
-        Answer(bytes(16), AnswerStatus.OK, decode_answer(good).body).encode()
+        b"HTTP/1.1 200 X\r\nContent-Encoding: gzip\r\nContent-Length: 20\r\n\r\n" + bytes(20)
     ]
 )
-answers("another protocol", "version")(lambda liar, request, good: [good[:7] + b"\2" + good[8:]])
-answers("an unknown status", "malformed")(
-    lambda liar, request, good: [good[:9] + b"\x63" + good[10:]]
+answers("a hundred thousand headers", "malformed")(
+    lambda liar, request, good: [b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 10**5 + b"\r\n"]
 )
-answers("busy", LATE)(
-    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.BUSY).encode()]
-)
+answers("busy", LATE)(lambda liar, request, good: [Answer(AnswerStatus.BUSY)])
 answers("a run that is over", "another run")(
-    lambda liar, request, good: [Answer(request.nonce, AnswerStatus.ANOTHER_RUN).encode()]
+    lambda liar, request, good: [Answer(AnswerStatus.ANOTHER_RUN)]
 )
-answers("cut in the manifest", "malformed")(lambda liar, request, good: [good[:-100]])
-answers("a byte too many", "malformed")(lambda liar, request, good: [good + b"\0"])
-answers("a length of 2^32 - 1", "malformed")(
-    lambda liar, request, good: [good[:26] + b"\xff" * 4 + good[30:]]
+answers("another protocol", "another version")(
+    lambda liar, request, good: [Answer(AnswerStatus.ANOTHER_VERSION)]
+)
+answers("cut in the manifest", "malformed")(
+    lambda liar, request, good: [replace(good, body=good.body[:-100])]
+)
+answers("a byte too many", "malformed")(
+    lambda liar, request, good: [replace(good, body=bytes(good.body) + b"\0")]
 )
 answers("a thousand answers", LATE, "malformed")(
-    lambda liar, request, good: (
-        [Answer(request.nonce, AnswerStatus.OK, secrets.token_bytes(1000)).encode()] * 1000
-    )
+    lambda liar, request, good: [raw.answer(secrets.token_bytes(1000))] * 1000
 )
 answers("65 digests", "malformed")(
-    lambda liar, request, good: [good + struct.pack("<II32s", 0, request.round, bytes(32)) * 65]
+    lambda liar, request, good: [
+        Answer(
+            AnswerStatus.OK,
+            json.dumps(
+                {**json.loads(good.body), "seen": [[0, request.round, "00" * 32]] * 65}
+            ).encode(),
+        )
+    ]
 )
 
 
 @answers("after the deadline", LATE)
-def _(liar: Liar, request: Request, good: bytes) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request, good: Answer) -> Iterable[Sent]:
     time.sleep(liar.federation.deadline_seconds + 0.5)
     yield good
 
 
 @answers("never", LATE)
-def _(liar: Liar, request: Request, good: bytes) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request, good: Answer) -> Iterable[Sent]:
     time.sleep(60)
     yield from ()
 
@@ -318,24 +333,24 @@ manifests("another base", "dtype")(lambda liar, request: {"base": secrets.token_
 
 
 @lie("unsigned", "signature")
-def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request) -> Iterable[Sent]:
     signed = liar.manifest(request).to_signed_bytes(liar.identity.sign)
     yield liar.offered(request, signed[:-SIGNATURE_BYTES] + secrets.token_bytes(SIGNATURE_BYTES))
 
 
 @lie("signed for something else", "signature")
-def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request) -> Iterable[Sent]:
     body = liar.manifest(request).body
     yield liar.offered(request, body + liar.identity.sign(body))
 
 
 @lie("another agent's", "agent")
-def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request) -> Iterable[Sent]:
     yield liar.offered(request, liar.others_manifest(request))
 
 
 @lie("another agent's, signed again", "signature")
-def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request) -> Iterable[Sent]:
     yield liar.signed(request, decode_manifest(liar.others_manifest(request))[0])
 
 
@@ -344,7 +359,7 @@ def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
 
 def contents(name: str, *reasons: str, digests: int = 0) -> Any:
     def named(content: Callable[[int], np.ndarray]) -> None:
-        def answer(liar: Liar, request: Request) -> Iterable[BytesLike]:
+        def answer(liar: Liar, request: Request) -> Iterable[Sent]:
             sent = content(liar.dim).tobytes()[: 4 * liar.dim]
             manifest = liar.manifest(request, sent)
             liar.content[manifest.digest] = name, sent
@@ -403,12 +418,18 @@ chunks("truncated", "hash")(
 )
 chunks("no chunks", "not here")(lambda content, k: (AnswerStatus.NOT_HERE, b""))
 chunks("chunks never", LATE)(lambda content, k: None)
-answers("8 MiB", LATE)(lambda liar, request, good: [good + bytes(2**23)])
-answers("1 GiB", LATE)(lambda liar, request, good: [good + bytes(2**30 - len(good))])
+answers("8 MiB", LATE, "malformed")(lambda liar, request, good: [raw.answer(bytes(2**23))])
+
+
+@answers("1 GiB", LATE, "malformed")
+def _(liar: Liar, request: Request, good: Answer) -> Iterable[Sent]:
+    yield b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n"
+    for _ in range(2**10):
+        yield b"100000\r\n" + bytes(2**20) + b"\r\n"
 
 
 @lie("equivocation", "not finite", "equivocation")
-def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
+def _(liar: Liar, request: Request) -> Iterable[Sent]:
     """Offer each receiver a different model. This answer comes last: peers then stop asking."""
     content = np.full(liar.dim, np.nan, "<f4")
     content[0] = request.sender
@@ -421,9 +442,11 @@ def _(liar: Liar, request: Request) -> Iterable[BytesLike]:
 
 REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
     "random bytes": lambda liar, peer, count: (
-        secrets.token_bytes(REQUEST_BYTES) for _ in range(count)
+        b"GET /v1/" + secrets.token_hex(80).encode() for _ in range(count)
     ),
-    "of any length": lambda liar, peer, count: (bytes(k * 4096 // count) for k in range(count)),
+    "of any length": lambda liar, peer, count: (
+        b"GET /v1/" + b"a" * (k * 4096 // count) for k in range(count)
+    ),
     "unsigned": lambda liar, peer, count: (
         liar.request(RequestKind.HELLO, peer).encode(
             lambda body: secrets.token_bytes(SIGNATURE_BYTES)
@@ -446,9 +469,9 @@ REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
         liar.request(RequestKind.MANIFEST, peer, run=bytes(32)).encode(liar.identity.sign)
         for _ in range(count)
     ),
-    "no such chunk": lambda liar, peer, count: (
+    "no such part": lambda liar, peer, count: (
         liar.request(
-            RequestKind.CHUNK, peer, index=2**32 - 1, digest=secrets.token_bytes(32)
+            RequestKind.MODEL, peer, first=2**32 - 1, digest=secrets.token_bytes(32)
         ).encode(liar.identity.sign)
         for _ in range(count)
     ),
@@ -459,9 +482,9 @@ REQUESTS: "dict[str, Callable[[Liar, int, int], Iterable[bytes]]]" = {
         for _ in range(count)
     ),
     "replayed": lambda liar, peer, count: (
-        [liar.request(RequestKind.CHUNK, peer, digest=bytes(32)).encode(liar.identity.sign)] * count
+        [liar.request(RequestKind.MODEL, peer, digest=bytes(32)).encode(liar.identity.sign)] * count
     ),
-    "of an older protocol": lambda liar, peer, count: [b"fedcb2o\0" + bytes(REQUEST_BYTES)] * count,
+    "of another protocol": lambda liar, peer, count: [b"GET /v2/manifest"] * count,
 }
 
 
@@ -475,11 +498,12 @@ def run(
     """
     agreement, member = read_federation(federation), Identity.read(identity)
     liar = Liar(
-        agreement, member, lies, Zenoh(agreement, member, listen=False), log.open("a", buffering=1)
+        agreement, member, lies, Https(agreement, member, listen=False), log.open("a", buffering=1)
     )
     if pesters:
         threading.Thread(target=liar.pester, args=(pesters,), daemon=True).start()
-    liar.serve(raw.listening(member, agreement))
+    with raw.listening(member, agreement, liar.respond):
+        threading.Event().wait()
 
 
 # Attackers without membership: with invalid keys, or with the TLS keys of a member.
@@ -504,10 +528,6 @@ def strangers(path: Path, folder: Path, member: Path, target: int, stop: Any) ->
         folder / "outsider", name=victim.name, endpoint=victim.endpoint
     )  # its certificate chain is valid
     lent = Identity.read(member)
-    sessions = [
-        raw.dialling(outsider, federation, target),
-        raw.dialling(replace(outsider, folder=lent.folder), federation, target),
-    ]
     sender_id = federation.id_of(lent.member)
     counts = Counter[str]()
     while not stop.is_set():
@@ -530,10 +550,13 @@ def strangers(path: Path, folder: Path, member: Path, target: int, stop: Any) ->
             nonce=nonce,
         )
         data = request.encode(outsider.sign)
-        for name, session in zip(("outsider", "lent"), sessions, strict=True):
-            counts[f"{name} linked"] += bool(session.info.peers_zid())
-            replies = session.get(raw.key(target), payload=data, timeout=0.3)
-            counts[f"{name} told"] += sum(reply.ok is not None for reply in replies)
+        method, *fields = data.decode().split("\n")
+        headers = dict(field.split(": ") for field in fields)
+        for name, keys in (("outsider", outsider), ("lent", lent)):
+            with contextlib.suppress(OSError), raw.connect(keys, federation, target) as link:
+                code, _, _ = raw.exchange(link, raw.get(method.split()[1], **headers))
+                counts[f"{name} linked"] += code != 0
+                counts[f"{name} told"] += code == 200
         counts["times"] += 1
     (folder / "strangers.json").write_text(json.dumps(counts))
     os._exit(0)

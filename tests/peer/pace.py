@@ -8,7 +8,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +24,7 @@ from fedcb2o.peer.wire import (
     Answer,
     AnswerStatus,
     Manifest,
+    Reply,
     Request,
     RequestKind,
     decode_request,
@@ -47,23 +47,23 @@ class Hostile:
         self.strategy = strategy
         self.content = bytes(4 * len(parameters.flatten(build_network(federation))))
 
-    def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+    def on_request(self, data: bytes, reply: Reply) -> None:
         request, *_ = decode_request(data)
         if self.strategy == "silent":
             time.sleep(DEADLINE_SECONDS)
         reply(self.answer(request))
 
-    def answer(self, request: Request) -> bytes:
+    def answer(self, request: Request) -> Answer:
         last = self.federation.rounds
         if request.kind is RequestKind.HELLO:
             content = encode_hello({"round": last}, request.nonce, self.identity.sign)
-            return Answer(request.nonce, AnswerStatus.OK, content).encode()
+            return Answer(AnswerStatus.OK, content)
         if self.strategy == "silent":
-            return Answer(request.nonce, AnswerStatus.NOT_YET).encode()
-        if request.kind is RequestKind.CHUNK:
+            return Answer(AnswerStatus.NOT_YET)
+        if request.kind is RequestKind.MODEL:
             delays = {"just before the deadline": DEADLINE_SECONDS - 0.5, "after 0.9 s": 0.9}
             time.sleep(delays.get(self.strategy, 0.0))
-            return Answer(request.nonce, AnswerStatus.OK, self.content).encode()
+            return Answer(AnswerStatus.OK, self.content)
         n = last - 1 if self.strategy == "claims the last round" else request.round
         manifest = Manifest.from_content(
             self.content,
@@ -76,7 +76,7 @@ class Hostile:
             base=ZERO_DIGEST,
         )
         content = encode_offer(manifest.to_signed_bytes(self.identity.sign))
-        return Answer(request.nonce, AnswerStatus.OK, content).encode()
+        return Answer(AnswerStatus.OK, content)
 
 
 STRATEGIES = (

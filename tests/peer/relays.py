@@ -121,5 +121,5 @@ def relayed(
         for identity, mailbox in zip(organisations, mailboxes, strict=True)
     ]
     for one in transports:
-        one.serve(lambda request, reply: reply(b""))
+        one.serve(lambda request, reply: reply(None))
     return transports

@@ -22,6 +22,7 @@ from fedcb2o.peer.wire import (
     Server,
     Snapshot,
     decode_manifest,
+    decode_offer,
     decode_request,
     encode_offer,
     verify_proof,
@@ -91,21 +92,20 @@ class Members(RuleBasedStateMachine):
         self.signed.append(signed)
         return signed
 
-    def answer(self, receiver: int, data: bytes) -> bytes:
+    def answer(self, receiver: int, data: bytes) -> Answer:
         request, *_ = decode_request(data)
         if receiver in HONEST:
-            status, body = self.servers[receiver]._answer_content(request.sender, request)
+            answer = self.servers[receiver]._answer_content(request.sender, request)
         else:
-            status, body = AnswerStatus.OK, self._invalid_body(receiver, request)
-        if request.kind is RequestKind.MANIFEST and status is AnswerStatus.OK:
-            length = int.from_bytes(bytes(body[:4]), "little")
-            manifest, *_ = decode_manifest(bytes(body[4 : 4 + length]))
+            answer = Answer(AnswerStatus.OK, self._invalid_body(receiver, request))
+        if request.kind is RequestKind.MANIFEST and answer.status is AnswerStatus.OK:
+            manifest, *_ = decode_manifest(decode_offer(answer.body)[0])
             last = self.clients[request.sender].last_rounds.get(receiver, 0)
             is_valid = max(last, self.n - 2) <= manifest.round < ROUNDS
             if manifest.agent == receiver and is_valid:
                 key = receiver, manifest.round
                 self.received[request.sender].setdefault(key, manifest.digest)
-        return Answer(request.nonce, status, body).encode()
+        return answer
 
     def _invalid_body(self, attacker: int, request) -> bytes:
         if request.kind is RequestKind.WITNESS:

@@ -3,16 +3,15 @@
 import logging
 import socket
 import ssl
-import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 from cryptography import x509
-from tests.peer import relays
+from tests.peer import raw, relays
 from tests.peer.authorities import (
     impostor_context,
     is_closed_by_remote,
@@ -21,7 +20,7 @@ from tests.peer.authorities import (
 )
 from tests.peer.members import federated, identities
 from tests.peer.relays import Relayed, RelayMailbox
-from tests.peer.test_transport import answering
+from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
@@ -35,9 +34,9 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.wire import Relay, Zenoh
-from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._tls_probe import probe_member
+from fedcb2o.peer.wire import Https, Relay
+from fedcb2o.peer.wire._probe import probe_member
+from fedcb2o.peer.wire._tls import close_wrapped
 
 
 @pytest.fixture
@@ -55,25 +54,25 @@ def three(tmp_path: Path) -> list[Identity]:
     return identities(tmp_path, 3)
 
 
-def open_stream(context: ssl.SSLContext, target: Member) -> TlsStream:
-    """Open a TLS stream to a member, with any certificate."""
+def open_stream(context: ssl.SSLContext, target: Member) -> ssl.SSLSocket:
+    """Connect to a member, with any certificate."""
     host, _, port = target.endpoint.rpartition(":")
-    connection = socket.create_connection((host, int(port)), timeout=5)
-    stream = TlsStream(connection, context, host)
-    try:
-        stream.handshake(time.monotonic() + 5)
-    except BaseException:
-        stream.release()
-        raise
-    return stream
+    plain = socket.create_connection((host, int(port)), timeout=5)
+    return context.wrap_socket(plain, server_hostname=host)
+
+
+def counts(node: Https, federation: Federation) -> dict[str, int]:
+    """Return the number of connections of each member."""
+    assert node._listener is not None
+    return {**node._listener.connections(federation.members.values())}
 
 
 def stack_of_streams(
     stack: ExitStack, count: int, context: ssl.SSLContext, target: Member
-) -> list[TlsStream]:
+) -> list[ssl.SSLSocket]:
     streams = [open_stream(context, target) for _ in range(count)]
     for stream in streams:
-        stack.callback(stream.release)
+        stack.callback(stream.close)
     return streams
 
 
@@ -86,25 +85,23 @@ def test_links_of_an_authority_with_another_members_name_displace_no_link(
     agreed = federated([server, honest, hostile])
     context = impostor_context(hostile, "org-1", server.member, tmp_path / "impostor")
     with (
-        Zenoh(agreed, server) as node,
-        Zenoh(agreed, honest) as client,
+        Https(agreed, server) as node,
+        Https(agreed, honest) as client,
         ExitStack() as stack,
     ):
         node.serve(answering())
-        assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
-        (link,) = node._links_in["org-1"]
+        assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
+        before = counts(node, agreed)["org-1"]
         attempts = client._dialers[0].attempts
         answers = 0
         for _ in range(3):
             streams = stack_of_streams(stack, 8, context, server.member)
             for _ in range(20):
-                answers += list(client.ask(0, b"hello", 5.0)) == [b"heard hello"]
+                answers += ask(client, 0, "hello", 5.0) == [b"heard hello"]
             assert all(map(is_closed_by_remote, streams))
         assert answers == 60
         assert client._dialers[0].attempts == attempts
-        assert node._links_in["org-1"] == [link]
-        assert not link.closed.is_set()
-        assert not node._links_in["org-2"]
+        assert counts(node, agreed) == {"org-0": 0, "org-1": before, "org-2": 0}
 
 
 def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path) -> None:
@@ -122,18 +119,17 @@ def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path
     def serve_one() -> None:
         while True:
             connection, _ = listening.accept()
-            with suppress(OSError):  # of a transport that is closed in the meantime
-                stream = TlsStream(connection, context)
-                try:
-                    stream.handshake(time.monotonic() + 5)
-                    break
-                except OSError:
-                    stream.release()
+            connection.settimeout(5)
+            try:
+                stream = context.wrap_socket(connection, server_side=True)
+                break
+            except OSError as error:  # of a transport that is closed in the meantime
+                close_wrapped(error)
         assert is_closed_by_remote(stream)
-        stream.release()
+        stream.close()
 
     with socket.create_server((host, int(port))) as listening, ThreadPoolExecutor() as pool:
-        with Zenoh(agreed, node) as client:
+        with Https(agreed, node) as client:
             serve_one()
             assert not client.connected_peers()
         served = pool.submit(serve_one)
@@ -152,12 +148,12 @@ def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path) -> None:
     server, _, hostile = three
     agreed = federated(three)
     context = impostor_context(hostile, "org-1", server.member, tmp_path / "impostor")
-    with Zenoh(agreed, server) as node:
+    with Https(agreed, server) as node:
         stream = open_stream(context, server.member)
         with pytest.raises(ssl.SSLError, match="ALERT"):
-            stream.read_exactly(1, time.monotonic() + 5)
-        stream.release()
-        assert not any(node._links_in.values())
+            stream.recv(1)
+        stream.close()
+        assert not any(counts(node, agreed).values())
 
 
 def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp_path) -> None:
@@ -166,10 +162,10 @@ def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp
     agreed = federated(three)
     folder = tmp_path / "impostor"
     context = impostor_context(hostile, "org-1", server.member, folder, is_authority=True)
-    with Zenoh(agreed, server) as node, ExitStack() as stack:
-        stack_of_streams(stack, 1, context, server.member)
-        wait_for(lambda: node._links_in["org-2"])
-        assert not node._links_in["org-1"]
+    with Https(agreed, server) as node, ExitStack() as stack:
+        (stream,) = stack_of_streams(stack, 1, context, server.member)
+        assert raw.exchange(stream, raw.get(raw.STATE))[0] == 200
+        assert counts(node, agreed) == {"org-0": 0, "org-1": 0, "org-2": 1}
 
 
 @pytest.mark.parametrize("name", ["org-1", "org-0", "stranger", "relay\nNote: org-1 cheats\x1b[2J"])
@@ -196,7 +192,6 @@ def test_a_relay_closes_links_of_authorities_without_a_line_or_a_trace(
             honest.cards()
         assert relay.connections() == {"org-1": 1, "org-2": 0}
         assert not relay._former_seen
-        assert not relay._former_links
         lines = [record.getMessage() for record in caplog.records]
         assert lines == ["relay: org-1 is connected"]
 

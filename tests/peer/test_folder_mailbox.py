@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tests.peer import members, relays, shared_folder
 from tests.peer.nodes import Nodes
 from tests.peer.relays import CARD_BYTES, FolderMailbox, behind_nat
+from tests.peer.test_transport import ok
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
@@ -264,13 +265,13 @@ def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_
     orgs, federation = federation_of_three
     with ExitStack() as exit_stack:
         transports = relays.relayed("folder", orgs[:2], federation, tmp_path, exit_stack)
-        transports[1].serve(lambda request, reply: reply(b"heard " + request))
+        transports[1].serve(lambda request, reply: reply(ok(b"heard " + request)))
         (tmp_path / "mailbox" / "cards" / "org-1.check").write_bytes(os.urandom(CARD_BYTES))
         box = mailbox(tmp_path / "mailbox", "org-2")
         box.put(transports[0]._box, os.urandom(2**22), 0.0)
         box.put(transports[0]._box, os.urandom(300), 0.0)
         wait_for(lambda: transports[0].connected_peers() == {1})
-        assert list(transports[0].ask(1, b"hello", 5.0)) == [b"heard hello"]
+        assert list(transports[0].ask(1, b"hello", 5.0)) == [ok(b"heard hello")]
 
 
 def test_a_link_to_a_folder_is_refused_when_a_node_starts(
@@ -299,7 +300,7 @@ def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
     with ExitStack() as exit_stack:
         transports = relays.relayed("folder", orgs, federation, place, exit_stack)
         for j, one in enumerate(transports):
-            one.serve(lambda request, reply, j=j: reply(b"%d heard " % j + request))
+            one.serve(lambda request, reply, j=j: reply(ok(b"%d heard " % j + request)))
         for j, one in enumerate(transports):
             wait_for(lambda: one.connected_peers() == {0, 1, 2} - {j})  # noqa: B023
         rng = random.Random(seed)
@@ -309,7 +310,7 @@ def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
             sender, receiver = rng.sample(range(3), 2)
             request = b"question %d" % turn
             answers = list(transports[sender].ask(receiver, request, 120.0))
-            assert answers == [b"%d heard " % receiver + request]
+            assert answers == [ok(b"%d heard " % receiver + request)]
             transports[receiver].mailbox.sweep()
     assert shared_folder.snapshot(outside) == before
 

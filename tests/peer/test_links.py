@@ -1,4 +1,4 @@
-"""Limits of links: unauthenticated connections, links per member, declarations and request rate."""
+"""Limits of links: connections of strangers, of a member, requests, and hostile HTTP."""
 
 import contextlib
 import errno
@@ -14,13 +14,11 @@ from pathlib import Path
 import pytest
 from tests.peer import raw
 from tests.peer.members import federated, identities
-from tests.peer.test_transport import answering
+from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import Clock, wait_for
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import Zenoh, _link, _listener, _tls, _transport
-from fedcb2o.peer.wire._link import Allowance
-from fedcb2o.peer.wire._zenoh_messages import ZenohError
+from fedcb2o.peer.wire import Https, _dialer, _listener, _pace, _tls
 
 
 @pytest.fixture(scope="module")
@@ -47,15 +45,15 @@ def test_silent_connections_displace_each_other_and_no_member(
     monkeypatch.setattr(_listener, "_MAX_PENDING", 100)
     monkeypatch.setattr(_listener, "HANDSHAKE_SECONDS", 3600.0)  # they do not end by themselves
     orgs, federation = organisations
-    server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(answering())
     descriptors_before = num_descriptors()
     strangers = [
         exit_stack.enter_context(socket.create_connection(address_of(orgs[0]))) for _ in range(240)
     ]
     wait_for(lambda: len(server._listener._pending) == 100)
-    client = exit_stack.enter_context(Zenoh(federation, orgs[1]))
-    assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+    client = exit_stack.enter_context(Https(federation, orgs[1]))
+    assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
     assert len(server._listener._pending) <= 100
     assert num_descriptors() - descriptors_before - len(strangers) < 140
 
@@ -67,7 +65,7 @@ def num_descriptors() -> int:
 def test_a_member_is_linked_during_a_flood_of_handshakes(organisations, exit_stack):
     """A client begins valid handshakes and disconnects, again and again until the link is open."""
     orgs, federation = organisations
-    server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(answering())
     client = None
     count = 0
@@ -83,8 +81,8 @@ def test_a_member_is_linked_during_a_flood_of_handshakes(organisations, exit_sta
             stranger.sendall(outgoing.read())
         count += 1
         if count == 50:
-            client = exit_stack.enter_context(Zenoh(federation, orgs[1]))
-        return list(client.ask(0, b"hello", 1.0)) if client else []
+            client = exit_stack.enter_context(Https(federation, orgs[1]))
+        return ask(client, 0, "hello", 1.0) if client else []
 
     while not (answers := flood_once_and_ask()) and count < 10_000:
         pass
@@ -94,7 +92,7 @@ def test_a_member_is_linked_during_a_flood_of_handshakes(organisations, exit_sta
 def test_the_listener_survives_a_lack_of_file_descriptors(organisations, exit_stack, caplog):
     """Connections are refused with a log message. A member is linked afterwards."""
     orgs, federation = organisations
-    server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(answering())
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     strangers = [socket.socket() for _ in range(5)]
@@ -114,59 +112,182 @@ def test_the_listener_survives_a_lack_of_file_descriptors(organisations, exit_st
             os.close(filler)
         for stranger in strangers:
             stranger.close()
-    client = exit_stack.enter_context(Zenoh(federation, orgs[1]))
-    assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+    client = exit_stack.enter_context(Https(federation, orgs[1]))
+    assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
 
 
 def test_the_links_of_a_member_are_limited(organisations, exit_stack):
     orgs, federation = organisations
-    server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
-    client = exit_stack.enter_context(Zenoh(federation, orgs[1]))
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    client = exit_stack.enter_context(Https(federation, orgs[1]))
     server.serve(answering())
-    sessions = [exit_stack.enter_context(raw.dialling(orgs[2], federation, 0)) for _ in range(8)]
-    wait_for(lambda: any(session.info.links() for session in sessions))
-    time.sleep(1.0)
-    assert len(server._links_in["org-2"]) <= _transport.MAX_LINKS_PER_MEMBER + 1
-    assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+    links = [
+        exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
+        for _ in range(_listener.MAX_CONNECTIONS + 4)
+    ]
+    codes = [raw.exchange(link, raw.get(raw.STATE))[0] for link in links]
+    assert set(codes) == {200}
+    counts = server._listener.connections(federation.members.values())
+    assert counts["org-2"] == _listener.MAX_CONNECTIONS
+    assert raw.exchange(links[-1], raw.get(raw.STATE))[0] == 200  # the newest remain
+    assert raw.exchange(links[0], raw.get(raw.STATE))[0] == 0
+    assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
 
 
-@pytest.mark.parametrize("is_dialled", [False, True])
-def test_too_many_declarations_close_the_link(is_dialled, organisations, exit_stack, monkeypatch):
-    """A member declares 3,000 key expressions, on an outgoing or an incoming link."""
-    monkeypatch.setattr(_transport, "_ABUSE_PAUSE", 0.2)
+LONG = "a" * 2**14
+BAD_REQUESTS = {
+    "HTTP/0.9": (b"GET /v1/x\r\n\r\n", 400),
+    "HTTP/1.0": (b"GET /v1/x HTTP/1.0\r\nHost: x\r\n\r\n", 405),
+    "HTTP/2": (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 405),
+    "fedcb2o 0.2": (bytes.fromhex("1d004109f1") + bytes(28), 400),
+    "another method": (b"POST /v1/x HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    "a tunnel": (b"CONNECT other:443 HTTP/1.1\r\nHost: x\r\n\r\n", 405),
+    "an absolute target": (raw.get("https://other/v1/x"), 404),
+    "an encoded target": (raw.get("/v1/%2e%2e/keys"), 404),
+    "a long target": (raw.get("/v1/" + "a" * 600), 404),
+    "no host": (b"GET /v1/x HTTP/1.1\r\n\r\n", 400),
+    "a long header": (raw.get("/v1/x", A=LONG), 431),
+    "many headers": (raw.get("/v1/x", **{f"a{k}": "b" for k in range(4000)}), 431),
+    "a header twice": (
+        b"GET /v1/x HTTP/1.1\r\nHost: x\r\nRange: bytes=0-1\r\nRange: bytes=2-3\r\n\r\n", 400
+    ),
+    "two lengths": (
+        b"GET /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nab", 400
+    ),
+    "a length and chunks": (
+        b"GET /v1/x HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n"
+        b"Transfer-Encoding: chunked\r\n\r\n0\r\n\r\n", 501
+    ),
+    "chunks": (
+        b"PUT /v1/x HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n", 501
+    ),
+    "a body": (raw.get("/v1/x", Content_Length="5") + b"hello", 413),
+    "a long length": (raw.get("/v1/x", Content_Length="9" * 300), 400),
+    "a negative length": (raw.get("/v1/x", Content_Length="-1"), 400),
+    "an upgrade": (raw.get("/v1/x", Upgrade="h2c", Connection="Upgrade"), 501),
+    "two requests at once": (raw.get("/v1/x") * 2, 400),
+    "a folded header": (b"GET /v1/x HTTP/1.1\r\n Host: x\r\n\r\n", 400),
+    "bare line feeds in a header": (b"GET /v1/x HTTP/1.1\r\nHost: x\nA: \x00\r\n\r\n", 400),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_REQUESTS)
+def test_a_request_that_no_honest_client_sends_ends_its_connection(name, organisations, exit_stack):
+    """A proxy in front and this node must never see different requests in the same bytes."""
+    data, code = BAD_REQUESTS[name]
     orgs, federation = organisations
-    server = exit_stack.enter_context(Zenoh(federation, orgs[0]))
-    server.serve(answering())
-    if is_dialled:
-        session = exit_stack.enter_context(raw.listening(orgs[2], federation))
-        wait_for(lambda: 2 in server.connected_peers())
-        attempts = server._dialers[2].attempts
-        is_closed = lambda: server._dialers[2].attempts > attempts  # noqa: E731
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    arrived = []
+    server.serve(lambda request, reply: arrived.append(request))
+    with raw.connect(orgs[2], federation, 0) as link:
+        status, headers, body = raw.exchange(link, data)
+        assert status == code, body
+        assert headers["content-type"] == "application/problem+json"
+        assert b'"status": %d' % code in body
+        assert raw.read_answer(link)[0] == 0  # closed
+    assert arrived == []
+
+
+def test_ranges_reach_the_handler_as_they_are_signed(organisations, exit_stack):
+    """A range that this protocol has not is refused by the form of the request, not here."""
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    arrived = []
+    server.serve(lambda request, reply: arrived.append(request))
+    bombs = ["bytes=0-1,1-2", "bytes=" + "0-," * 100, "bytes=-5", "lines=0-1"]
+    with raw.connect(orgs[2], federation, 0) as link:
+        for value in bombs:
+            status, headers, _ = raw.exchange(link, raw.get("/v1/x", Range=value))
+            assert (status, headers["content-type"]) == (403, "application/problem+json")
+    expected = [f"GET /v1/x\nRange: {value}".encode() for value in bombs]
+    assert arrived == [one for one in expected if len(one) <= 2**9]
+
+
+@pytest.mark.parametrize("is_member", [True, False])
+def test_slow_headers_end_with_the_time_for_the_first_request(
+    is_member, organisations, exit_stack, monkeypatch
+):
+    """TLS and the first request have one time limit, with and without a certificate."""
+    monkeypatch.setattr(_listener, "HANDSHAKE_SECONDS", 0.6)
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    if is_member:
+        link = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
     else:
-        session = exit_stack.enter_context(raw.dialling(orgs[2], federation, 0))
-        (link,) = wait_for(lambda: list(server._links_in["org-2"]))
-        is_closed = link.closed.is_set
-    tokens = []
-    for k in range(3000):
-        tokens.append(session.liveliness().declare_token(f"fedcb2o/{k}/" + "x" * 400))
-    wait_for(is_closed)
-    client = exit_stack.enter_context(Zenoh(federation, orgs[1]))
-    assert wait_for(lambda: list(client.ask(0, b"hello", 5.0))) == [b"heard hello"]
+        link = exit_stack.enter_context(socket.create_connection(address_of(orgs[0])))
+    wait_for(lambda: server._listener._pending)
+    with contextlib.suppress(OSError):
+        for byte in raw.get("/v1/x") * 100:
+            link.sendall(bytes([byte]))
+            time.sleep(0.02)
+            if not server._listener._pending:
+                break
+    wait_for(lambda: not server._listener._pending)
+    assert link.recv(10) == b"" if is_member else True
 
 
-def test_the_allowance_grows_with_time():
-    allowance = Allowance(bytes_left=2.0**11)
-    allowance.charge(10)  # a message counts as at least 1 KiB
-    allowance.charge(2**10)
-    with pytest.raises(ZenohError, match="sends too much"):
-        allowance.charge(2**10)
-    allowance.updated -= 1
-    allowance.charge(2**13)
+def test_a_silent_member_is_disconnected_between_requests(organisations, exit_stack, monkeypatch):
+    monkeypatch.setattr(_listener, "IDLE_SECONDS", 0.5)
+    orgs, federation = organisations
+    exit_stack.enter_context(Https(federation, orgs[0]))
+    link = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
+    assert raw.exchange(link, raw.get(raw.STATE))[0] == 200
+    link.sendall(b"GET /v1/")
+    assert raw.read_answer(link) == (0, {}, b"")
+
+
+def test_tls_is_version_13_without_early_data_or_renegotiation(organisations, exit_stack):
+    orgs, federation = organisations
+    exit_stack.enter_context(Https(federation, orgs[0]))
+    with raw.connect(orgs[2], federation, 0) as link:
+        assert link.version() == "TLSv1.3"
+        assert raw.exchange(link, raw.get(raw.STATE))[0] == 200
+        # Without a ticket there is no session to resume, and no early data.
+        assert link.session is None or not link.session.has_ticket
+        assert link.compression() is None
+    older = raw.context(orgs[2], raw.roots_of(federation), serves=False)
+    older.maximum_version = ssl.TLSVersion.TLSv1_2
+    with (
+        socket.create_connection(address_of(orgs[0])) as plain,
+        pytest.raises(ssl.SSLError, match=r"(?i)version"),
+    ):
+        older.wrap_socket(plain)
+
+
+def test_a_node_of_the_former_release_is_named_once(organisations, exit_stack, caplog):
+    """Its first message is answered with the line that its operator needs."""
+    orgs, federation = organisations
+    exit_stack.enter_context(Https(federation, orgs[0]))
+    for _ in range(3):
+        with raw.connect(orgs[2], federation, 0) as link:
+            _, _, body = raw.exchange(link, bytes.fromhex("1d004109f1") + bytes(28))
+            assert b"0.3 speaks HTTPS, and all members must update" in body
+    lines = [record.message for record in caplog.records]
+    assert lines == [f"org-2 runs {_listener.FORMER_RELEASE}"]
+
+
+def test_the_listener_does_not_wait_until_a_refusal_is_read(organisations, exit_stack, monkeypatch):
+    """A refusal and a sign of life are sent by the listener's thread, which serves all members."""
+    waits = []
+    write = _listener.TlsStream.write
+
+    def note(stream, data, seconds):
+        waits.append(seconds)
+        write(stream, data, seconds)
+
+    monkeypatch.setattr(_listener.TlsStream, "write", note)
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    server.serve(lambda request, reply: None)
+    with raw.connect(orgs[2], federation, 0) as link:
+        for target, code in (("/v1/x", 403), (raw.STATE, 200), ("/v1/%", 404)):
+            assert raw.exchange(link, raw.get(target))[0] == code
+    assert waits == [0.0] * 3
 
 
 def test_pauses_between_dials_of_an_unreachable_member_grow(organisations, exit_stack, monkeypatch):
     orgs, federation = organisations
-    client = exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    client = exit_stack.enter_context(Https(federation, orgs[0]))
     began = time.monotonic()
     wait_for(lambda: client._dialers[2].attempts >= 6)
     assert time.monotonic() - began > 2.0  # with constant pauses, six attempts take 1.2 s
@@ -175,23 +296,37 @@ def test_pauses_between_dials_of_an_unreachable_member_grow(organisations, exit_
 def test_a_link_of_a_member_ends_the_pause_before_the_next_dial(
     organisations, exit_stack, monkeypatch
 ):
-    monkeypatch.setattr(_transport, "_PAUSE_GROWTH", 1e6)
-    monkeypatch.setattr(_transport, "_LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(_dialer, "_PAUSE_GROWTH", 1e6)
+    monkeypatch.setattr(_dialer, "_LONGEST_PAUSE", 3600.0)
     orgs, federation = organisations
-    client = exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    client = exit_stack.enter_context(Https(federation, orgs[0]))
     wait_for(lambda: client._dialers[2].attempts)
-    server = exit_stack.enter_context(Zenoh(federation, orgs[2]))
+    server = exit_stack.enter_context(Https(federation, orgs[2]))
     server.serve(answering())
-    assert wait_for(lambda: list(client.ask(2, b"hello", 5.0))) == [b"heard hello"]
+    assert wait_for(lambda: ask(client, 2, "hello", 5.0)) == [b"heard hello"]
 
 
 def test_requests_beyond_the_pace_wait(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_transport, "time", clock)
-    pace = _transport.Pace(burst=5, per_second=400)
-    for _ in range(45):
-        pace.wait(clock)
-    assert clock.now == pytest.approx(0.1)  # 40 requests
+    monkeypatch.setattr(_pace, "time", clock)
+    pace = _pace.Pace(burst=5, per_second=400)
+    delays = [pace.delay() for _ in range(45)]
+    assert delays[:5] == [0] * 5
+    assert delays[5] == pytest.approx(1 / 400)
+    assert delays[-1] == pytest.approx(0.1)  # 40 requests
+
+
+def test_a_member_beyond_its_pace_delays_itself_only(organisations, exit_stack, monkeypatch):
+    monkeypatch.setattr(_pace, "REQUEST_BURST", 5)
+    monkeypatch.setattr(_pace, "REQUESTS_PER_SECOND", 20)
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    server.serve(answering())
+    start = time.monotonic()
+    with raw.connect(orgs[2], federation, 0) as link:
+        for _ in range(15):
+            assert raw.exchange(link, raw.get(raw.STATE))[0] == 200
+    assert time.monotonic() - start > 0.4  # ten requests wait
 
 
 def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
@@ -210,7 +345,7 @@ def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         with pytest.raises(ConnectionResetError):
-            _link.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            _listener.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     (descriptor,) = set(descriptors)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -24,7 +24,7 @@ from fedcb2o.cli import app
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
 from fedcb2o.peer.node import _preflight as checking
-from fedcb2o.peer.wire import Answer, AnswerStatus, Reply, Zenoh, decode_request, encode_hello
+from fedcb2o.peer.wire import Answer, AnswerStatus, Https, Reply, decode_request, encode_hello
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def serve_hello(
     signer: Identity,
 ) -> list[bytes]:
     """Answer HELLO requests as `identity`, with `changes` of the usual content; return them."""
-    transport = exit_stack.enter_context(Zenoh(federation, identity))
+    transport = exit_stack.enter_context(Https(federation, identity))
 
     requests: list[bytes] = []
 
@@ -64,9 +64,7 @@ def serve_hello(
             nonce,
             signer.sign,
         )
-        threading.Thread(
-            target=reply, args=(Answer(nonce, AnswerStatus.OK, body).encode(),), daemon=True
-        ).start()
+        threading.Thread(target=reply, args=(Answer(AnswerStatus.OK, body),), daemon=True).start()
 
     transport.serve(on_request)
     return requests
@@ -129,7 +127,7 @@ def test_a_check_next_to_a_running_node_only_sends_requests(
     organisations: Any, exit_stack: ExitStack
 ) -> None:
     members, federation, _ = organisations
-    exit_stack.enter_context(Zenoh(federation, members[0]))
+    exit_stack.enter_context(Https(federation, members[0]))
     for member in members[1:]:
         serve_hello(exit_stack, federation, member, {}, signer=member)
     results = results_of_first(organisations, seconds=60.0)
@@ -143,7 +141,7 @@ def test_a_running_node_keeps_the_certificate_of_its_start(
     members = identities(tmp_path, 2)
     federation = federated(members)
     members[0].renew(days=10)
-    exit_stack.enter_context(Zenoh(federation, members[0]))
+    exit_stack.enter_context(Https(federation, members[0]))
     assert certificate_notes(federation, members[0]) == ["its certificate lasts 9 days: " + RENEW]
     members[0].renew(days=99)
     stored = f"the certificate in {members[0].folder} lasts"
@@ -277,7 +275,7 @@ def test_wrong_programs_at_the_endpoints_of_members_are_reported(
     new_identity = Identity.make(
         tmp_path / "anew", name="org-1", endpoint=members[1].member.endpoint
     )
-    exit_stack.enter_context(Zenoh(federated([new_identity, members[0]]), new_identity))
+    exit_stack.enter_context(Https(federated([new_identity, members[0]]), new_identity))
     host, _, port = members[2].member.endpoint.partition(":")
     server = exit_stack.enter_context(socket.create_server((host, int(port))))
 

@@ -22,7 +22,7 @@ from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Federation, Identity, write_federation
-from fedcb2o.peer.wire import Relay, _relay, _relayed, open_transport
+from fedcb2o.peer.wire import Answer, Relay, _relay, _relayed, open_transport
 from fedcb2o.peer.wire._relay_metrics import RelayMetrics
 from fedcb2o.peer.wire._tls import client_context
 
@@ -104,9 +104,10 @@ def test_a_relay_gives_a_box_to_its_owner_only(federation_of_three, relay) -> No
         lambda: second.publish_card("org-0.run", bytes(CARD_BYTES)),
         lambda: second.put("../keys", b"", 1.0),
         lambda: second.take("org-1/../org-0", 0.0),
-        lambda: second._call("nothing", b"", 1.0),
+        lambda: second._call("GET", "nothing", 1.0),
+        lambda: second._call("PUT", "federation", 1.0, body=b"x"),
     ):
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(OSError, match="refuses a request with the status 40"):
             call()
     assert first.take(box, 1.0) == [b"one", b"two"]
     first.close()
@@ -181,7 +182,7 @@ def test_a_request_ends_when_the_asked_session_ends(
 
         second.serve(hold_reply)
         wait_for(lambda: 1 in first.connected_peers())
-        answers: list[bytes] = []
+        answers: list[Answer] = []
         thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 3600.0)))
         thread.start()
         assert request_arrived.wait(120)

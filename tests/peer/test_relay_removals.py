@@ -70,8 +70,8 @@ def test_the_relay_sends_a_removed_member_the_signed_versions(
         Relayed(second, orgs[1], RelayMailbox(keys.member, orgs[1])) as member_1,
         Relayed(second, orgs[2], RelayMailbox(keys.member, orgs[2])) as member_2,
     ):
-        member_1.serve(lambda request, reply: reply(b"heard"))
-        member_2.serve(lambda request, reply: reply(b"heard"))
+        member_1.serve(lambda request, reply: reply(None))
+        member_2.serve(lambda request, reply: reply(None))
         wait_for(lambda: bool(removed.removal), message=lambda: removed.error)
         assert notices == [removed.removal]
         assert removed.removal == (
@@ -123,7 +123,7 @@ def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three
         Relayed(first, orgs[0], RelayMailbox(keys.member, orgs[0])) as former,
         Relayed(second, new, RelayMailbox(keys.member, new)) as current,
     ):
-        current.serve(lambda request, reply: reply(b""))
+        current.serve(lambda request, reply: reply(None))
         wait_for(lambda: "gives org-0 another key" in former.removal, message=lambda: former.error)
         wait_for(lambda: relay.connections()["org-0"] > 0)
         assert current.error == ""

@@ -19,6 +19,7 @@ from safetensors.torch import load_file
 from tests.peer import faults, members, relays
 from tests.peer.nodes import Nodes
 from tests.peer.relays import RelayProcess, behind_nat, next_version
+from tests.peer.test_transport import ok
 from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
@@ -268,10 +269,10 @@ def test_a_relay_has_no_plaintext_in_memory_or_files(tmp_path):
         transports = [open_transport(federation, one, relay=relay.location) for one in orgs]
         for one in transports:
             exit_stack.callback(one.close)
-        transports[1].serve(lambda request, reply: reply(model))
+        transports[1].serve(lambda request, reply: reply(ok(model)))
         wait_for(lambda: 1 in transports[0].connected_peers())
         for k in range(8):
-            assert list(transports[0].ask(1, b"%d" % k, 20.0)) == [model]
+            assert [one.body for one in transports[0].ask(1, b"%d" % k, 20.0)] == [model]
             if k >= 6:
                 contents.append(memory_of(relay.process.pid or 0))
             contents += [file.read_bytes() for file in store.rglob("*-org-1")]

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import zenoh
 from tests.peer import raw, relays
 from tests.peer.members import federated, free_ports, identities
 from tests.peer.proxy import Proxy
@@ -25,8 +24,9 @@ from tests.tiny import ENVIRONMENT
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership import federation as federations
-from fedcb2o.peer.wire import Reply, RequestHandler, Transport, Zenoh, _transport
-from fedcb2o.peer.wire._transport import MAX_ANSWER_BYTES, MAX_ANSWERS, MAX_REQUEST_BYTES
+from fedcb2o.peer.wire import Answer, AnswerStatus, Https, Reply, RequestHandler, Transport
+from fedcb2o.peer.wire._dialer import MAX_ANSWER_BYTES
+from fedcb2o.peer.wire._listener import MAX_CONNECTIONS
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +48,7 @@ def pool() -> Iterator[ThreadPoolExecutor]:
         yield pool
 
 
-@pytest.fixture(params=["zenoh", "wire", "folder", "relay"])
+@pytest.fixture(params=["https", "wire", "folder", "relay"])
 def transports(
     request: Any, organisations: Any, exit_stack: contextlib.ExitStack, tmp_path: Path
 ) -> list[Transport]:
@@ -57,9 +57,9 @@ def transports(
         wire = Wire()
         return [wire.agent(id) for id in range(3)]
     orgs, federation = organisations
-    if request.param == "zenoh":
+    if request.param == "https":
         linked_transports = [
-            exit_stack.enter_context(Zenoh(federation, identity)) for identity in orgs[:3]
+            exit_stack.enter_context(Https(federation, identity)) for identity in orgs[:3]
         ]
     else:
         linked_transports = relays.relayed(
@@ -73,9 +73,23 @@ def transports(
 FOREVER = 3600.0  # seconds, longer than a test may take
 
 
+def ok(text: bytes) -> Answer:
+    return Answer(AnswerStatus.OK, text)
+
+
+def question(text: str) -> bytes:
+    return f"GET /v1/{text}".encode()
+
+
+def ask(transport: Transport, peer: int, text: str, seconds: float) -> list[bytes]:
+    """Return the bodies of the answers to a question."""
+    return [bytes(one.body) for one in transport.ask(peer, question(text), seconds)]
+
+
 def answering(text: bytes = b"heard ") -> RequestHandler:
     def handle(request: bytes, reply: Reply) -> None:
-        threading.Thread(target=reply, args=(text + request,), daemon=True).start()
+        answer = ok(text + request.removeprefix(b"GET /v1/"))
+        threading.Thread(target=reply, args=(answer,), daemon=True).start()
 
     return handle
 
@@ -83,53 +97,65 @@ def answering(text: bytes = b"heard ") -> RequestHandler:
 def test_a_request_is_answered_by_the_asked_agent(transports: list[Transport]) -> None:
     for id, transport in enumerate(transports):
         transport.serve(answering(b"agent %d heard " % id))
-    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
-    wait_for(lambda: list(transports[0].ask(2, b"?", 5.0)))
-    assert list(transports[0].ask(1, b"hello", FOREVER)) == [b"agent 1 heard hello"]
-    assert list(transports[0].ask(2, b"", FOREVER)) == [b"agent 2 heard "]
-    assert list(transports[0].ask(0, b"myself", FOREVER)) == []
-    assert list(transports[0].ask(99, b"nobody", FOREVER)) == []
+    wait_for(lambda: ask(transports[0], 1, "x", 5.0))
+    wait_for(lambda: ask(transports[0], 2, "x", 5.0))
+    assert ask(transports[0], 1, "hello", FOREVER) == [b"agent 1 heard hello"]
+    assert ask(transports[0], 2, "x", FOREVER) == [b"agent 2 heard x"]
+    assert ask(transports[0], 0, "myself", FOREVER) == []
+    assert ask(transports[0], 99, "nobody", FOREVER) == []
+
+
+def test_each_status_of_an_answer_arrives(transports: list[Transport]) -> None:
+    def handle(request: bytes, reply: Reply) -> None:
+        reply(Answer(AnswerStatus(int(request[-3:]))))
+
+    transports[1].serve(handle)
+    wait_for(lambda: list(transports[0].ask(1, question("404"), 5.0)))
+    for status in [one for one in AnswerStatus if one.value >= 400]:
+        answers = transports[0].ask(1, question(str(status.value)), FOREVER)
+        assert [(one.status, one.body) for one in answers] == [(status, b"")]
 
 
 def test_answers_to_concurrent_requests_do_not_mix(
     transports: list[Transport], pool: ThreadPoolExecutor
 ) -> None:
     large = os.urandom(2**20)
-    transports[1].serve(lambda request, reply: pool.submit(reply, request + large))
-    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
+    transports[1].serve(lambda request, reply: pool.submit(reply, ok(request + large)))
+    wait_for(lambda: ask(transports[0], 1, "x", 5.0))
     answers_by_request = {
-        k: transports[k % 2 * 2].ask(1, b"%d " % k, 20.0) for k in range(24)
+        k: transports[k % 2 * 2].ask(1, question(str(k)), 20.0) for k in range(24)
     }  # all are sent before an answer is read
-    assert {k: list(answers) for k, answers in answers_by_request.items()} == {
-        k: [b"%d " % k + large] for k in answers_by_request
+    assert {k: [one.body for one in answers] for k, answers in answers_by_request.items()} == {
+        k: [question(str(k)) + large] for k in answers_by_request
     }
 
 
-def test_a_wait_ends_by_timeout_or_an_empty_answer(transports: list[Transport]) -> None:
+def test_a_wait_ends_by_timeout_or_without_an_answer(transports: list[Transport]) -> None:
     replies = []
     transports[1].serve(lambda request, reply: replies.append(reply))
-    wait_for(lambda: list(transports[0].ask(1, b"?", 0.1)) or replies)
+    wait_for(lambda: ask(transports[0], 1, "x", 0.1) or replies)
     start = time.monotonic()
-    pending = transports[0].ask(1, b"never", 0.3)
+    pending = transports[0].ask(1, question("never"), 0.3)
     time.sleep(0.2)
     assert list(pending) == []  # the timeout starts with the request
     assert time.monotonic() - start > 0.25
     for reply in replies:
-        reply(b"too late, and to nobody")
+        reply(ok(b"too late, and to nobody"))
     replies.clear()
-    answers = transports[0].ask(1, b"empty", FOREVER)
-    wait_for(lambda: replies)[0](b"")
+    answers = transports[0].ask(1, question("empty"), FOREVER)
+    wait_for(lambda: replies).pop()(None)
+    replies.clear()  # with it goes the end of the request
     assert list(answers) == []
 
 
 def test_a_closed_transport_is_not_connected(transports: list[Transport]) -> None:
     transports[1].serve(answering())
-    wait_for(lambda: list(transports[0].ask(1, b"?", 5.0)))
+    wait_for(lambda: ask(transports[0], 1, "x", 5.0))
     transports[1].close()
     transports[1].close()
     wait_for(lambda: 1 not in transports[0].connected_peers())
-    assert list(transports[0].ask(1, b"hello", FOREVER)) == []
-    assert list(transports[1].ask(0, b"hello", FOREVER)) == []
+    assert ask(transports[0], 1, "hello", FOREVER) == []
+    assert ask(transports[1], 0, "hello", FOREVER) == []
     assert transports[1].connected_peers() == frozenset()
 
 
@@ -138,82 +164,31 @@ def test_a_wire_loses_a_share_of_messages() -> None:
     assert 10 < sum(wire.passes() for _ in range(40)) < 30
 
 
-def linked_agents(exit_stack: contextlib.ExitStack, organisations: Any, *ids: int) -> list[Zenoh]:
+def linked_agents(exit_stack: contextlib.ExitStack, organisations: Any, *ids: int) -> list[Https]:
     """Return agents that answer and are linked to each other."""
     orgs, federation = organisations
-    agents = {id: exit_stack.enter_context(Zenoh(federation, orgs[id])) for id in ids}
+    agents = {id: exit_stack.enter_context(Https(federation, orgs[id])) for id in ids}
     for id, agent in agents.items():
         agent.serve(answering(b"agent %d heard " % id))
-    for id, agent in agents.items():
-        for other in set(ids) - {id}:
-            wait_for(lambda agent=agent, other=other: list(agent.ask(other, b"?", 5.0)))
+    for agent in agents.values():
+        for other in set(agents) - {id for id, one in agents.items() if one is agent}:
+            wait_for(lambda agent=agent, other=other: ask(agent, other, "x", 5.0))
     return list(agents.values())
 
 
-def test_no_member_answers_for_another(
-    organisations: Any, exit_stack: contextlib.ExitStack
+@pytest.mark.parametrize("place", ["its own endpoint", "the endpoint of another"])
+def test_a_member_cannot_answer_at_the_endpoint_of_another(
+    place: str, organisations: Any, exit_stack: contextlib.ExitStack
 ) -> None:
     orgs, federation = organisations
-    first, second = linked_agents(exit_stack, organisations, 0, 1)
-    endpoints = [f"tls/{orgs[id].member.endpoint}" for id in (0, 1)]
-    liar = exit_stack.enter_context(raw.member(orgs[2], federation, connect__endpoints=endpoints))
-    wait_for(lambda: len(liar.info.links()) == 2)
-
-    def lie(query: zenoh.Query) -> None:
-        with query, contextlib.suppress(zenoh.ZError):
-            query.reply(query.key_expr, b"a lie")
-
-    for key in ("fedcb2o/agents/1", "fedcb2o/agents/3", "fedcb2o/agents/*", "**"):
-        liar.declare_queryable(key, zenoh.handlers.Callback(lie, indirect=False), complete=True)
-        liar.liveliness().declare_token(key.replace("*", "x"))
-    time.sleep(0.2)
-    assert list(first.ask(1, b"hello", FOREVER)) == [b"agent 1 heard hello"]
-    assert list(first.ask(3, b"hello", FOREVER)) == list(second.ask(3, b"hello", 5.0)) == []
-    assert first.connected_peers() == {1}
-    assert second.connected_peers() == {0}
-
-
-def test_a_member_cannot_take_the_endpoint_of_another(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
-    orgs, federation = organisations
-    first, _ = linked_agents(exit_stack, organisations, 0, 1)
-    thief = exit_stack.enter_context(
-        raw.member(orgs[2], federation, listen__endpoints=[f"tls/{orgs[3].member.endpoint}"])
-    )
-    thief.declare_queryable("fedcb2o/agents/3", lambda query: query.drop())
-    time.sleep(1)  # enough for links to the others
-    assert first.connected_peers() == {1}
-
-
-def test_a_member_cannot_reach_others_through_another(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
-    orgs, federation = organisations
-    linked_agents(exit_stack, organisations, 0, 1)
-    nosy = exit_stack.enter_context(
-        raw.member(orgs[2], federation, connect__endpoints=[f"tls/{orgs[0].member.endpoint}"])
-    )
-    messages = []
-    remote = zenoh.Locality.REMOTE
-    nosy.declare_subscriber(
-        "**", zenoh.handlers.Callback(messages.append, indirect=False), allowed_origin=remote
-    )
-    wait_for(lambda: nosy.info.links())
-    wait_for(
-        lambda: [
-            reply for reply in nosy.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
-        ]
-    )
-    assert [
-        reply for reply in nosy.get("fedcb2o/agents/1", payload=b"?", timeout=5) if reply.ok
-    ] == []
-    assert [
-        reply.ok.payload.to_bytes()
-        for reply in nosy.get("fedcb2o/**", payload=b"?", timeout=5)
-        if reply.ok
-    ] == []
-    assert messages == []
+    (first,) = linked_agents(exit_stack, organisations, 0)
+    endpoint = orgs[3].member.endpoint if place != "its own endpoint" else ""
+    lie = lambda target, headers: [raw.answer(b"a lie")]  # noqa: E731
+    exit_stack.enter_context(raw.listening(orgs[2], federation, lie, endpoint))
+    time.sleep(1)  # enough for links
+    assert first.connected_peers() == (set() if endpoint else {2})
+    assert ask(first, 3, "hello", 5.0) == []
+    assert ask(first, 2, "hello", 5.0) == ([] if endpoint else [b"a lie"])
 
 
 @pytest.mark.parametrize("kind", ["another root", "no certificate", "no TLS", "silence"])
@@ -228,74 +203,61 @@ def test_unauthenticated_connections_are_refused(
             exit_stack.enter_context(socket.create_connection((host, int(port))))
     elif kind == "no TLS":
         with socket.create_connection((host, int(port)), timeout=5) as stranger:
-            stranger.sendall(bytes(1000))
+            stranger.sendall(b"GET /v1/federation HTTP/1.1\r\nHost: x\r\n\r\n")
             with contextlib.suppress(ConnectionError):
                 assert stranger.recv(100)[:1] in (b"", b"\x15")  # closed, or a TLS alert
     else:
         outsider = Identity.make(
             tmp_path / "out", name=orgs[1].member.name, endpoint=orgs[1].member.endpoint
         )
-        extra = {"transport__link__tls__enable_mtls": False} if kind == "no certificate" else {}
-        endpoints = [f"tls/{orgs[0].member.endpoint}"]
-        stranger = exit_stack.enter_context(
-            raw.member(outsider, federation, connect__endpoints=endpoints, **extra)
-        )
-        time.sleep(0.5)
-        assert not [
-            reply for reply in stranger.get("fedcb2o/agents/0", payload=b"?", timeout=1) if reply.ok
-        ]
-    assert list(client.ask(0, b"hello", FOREVER)) == [b"agent 0 heard hello"]
+        identity = outsider if kind == "another root" else None
+        with raw.connect(identity, federation, 0) as link:
+            assert raw.exchange(link, raw.get("/v1/federation")) == (0, {}, b"")
+    assert ask(client, 0, "hello", FOREVER) == [b"agent 0 heard hello"]
     client.close()
     (restarted,) = linked_agents(exit_stack, organisations, 1)
-    assert wait_for(lambda: list(restarted.ask(0, b"again", 5.0))) == [b"agent 0 heard again"]
-    assert wait_for(lambda: list(server.ask(1, b"again", 5.0))) == [b"agent 1 heard again"]
+    assert wait_for(lambda: ask(restarted, 0, "again", 5.0)) == [b"agent 0 heard again"]
+    assert wait_for(lambda: ask(server, 1, "again", 5.0)) == [b"agent 1 heard again"]
 
 
-def test_oversized_messages_and_too_many_answers_close_the_link(
-    organisations: Any, exit_stack: contextlib.ExitStack, monkeypatch: pytest.MonkeyPatch
+def test_unreadable_answers_are_malformed_or_missing(
+    organisations: Any, exit_stack: contextlib.ExitStack
 ) -> None:
-    """The link is opened again after a pause."""
-    monkeypatch.setattr(_transport, "_ABUSE_PAUSE", 0.1)
+    """Each question gets another answer. The member stays connected, or is dialled again."""
     orgs, federation = organisations
     (client,) = linked_agents(exit_stack, organisations, 0)
-    answers_by_request = {
-        b"large": [bytes(MAX_ANSWER_BYTES + 2**17)],
-        b"largest": [bytes(2**20 + 2**19)],
-        b"many": [b"x"] * 2000,
+    largest = bytes(MAX_ANSWER_BYTES)
+    answers = {
+        "fine": raw.answer(b"fine"),
+        "largest": raw.answer(largest),
+        "large": raw.answer(largest + b"x"),
+        "endless": b"HTTP/1.1 200 X\r\nTransfer-Encoding: chunked\r\n\r\n"
+        + b"100000\r\n%b\r\n" % bytes(2**20) * 9,
+        "garbage": b"\x16\x03\x01" * 100 + b"\r\n\r\n",
+        "status": raw.answer(b"", 299),
+        "compressed": b"HTTP/1.1 200 X\r\nContent-Encoding: gzip\r\nContent-Length: 1\r\n\r\nx",
+        "redirect": b"HTTP/1.1 302 X\r\nLocation: /v1/fine\r\nContent-Length: 0\r\n\r\n",
+        "headers": b"HTTP/1.1 200 X\r\n" + b"a: b\r\n" * 10**5 + b"\r\n",
+        "negative": b"HTTP/1.1 200 X\r\nContent-Length: -9\r\n\r\n",
+        "two": raw.answer(b"first") + raw.answer(b"second"),
+        "refused": raw.answer(b"", 403),
     }
-    flooder = exit_stack.enter_context(
-        raw.member(orgs[1], federation, listen__endpoints=[f"tls/{orgs[1].member.endpoint}"])
+    exit_stack.enter_context(
+        raw.listening(orgs[1], federation, lambda target, headers: [answers[target[4:]]])
     )
-
-    def flood(query: zenoh.Query) -> None:
-        with query:
-            for answer in answers_by_request.get(query.payload.to_bytes(), [b"fine"]):
-                query.reply("fedcb2o/agents/1", answer)
-
-    flooder.declare_queryable("fedcb2o/agents/1", flood)
-    wait_for(lambda: list(client.ask(1, b"?", 5.0)))
-    assert [len(answer) for answer in client.ask(1, b"largest", FOREVER)] == [2**20 + 2**19]
-    assert list(client.ask(1, b"large", FOREVER)) == []
-    wait_for(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
-    assert list(client.ask(1, b"many", FOREVER)) == [b"x"] * MAX_ANSWERS
-    wait_for(lambda: not client.connected_peers())
-    wait_for(lambda: list(client.ask(1, b"then", 5.0)) == [b"fine"])
-
-    sender = exit_stack.enter_context(
-        raw.member(orgs[2], federation, connect__endpoints=[f"tls/{orgs[0].member.endpoint}"])
-    )
-    wait_for(
-        lambda: [
-            reply for reply in sender.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
-        ]
-    )
-    replies = sender.get("fedcb2o/agents/0", payload=bytes(2**24 + MAX_REQUEST_BYTES), timeout=0.5)
-    assert [reply for reply in replies if reply.ok] == []
-    wait_for(  # its link was closed
-        lambda: [
-            reply for reply in sender.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
-        ]
-    )
+    fine = Answer(AnswerStatus.OK, b"fine")
+    malformed = Answer(AnswerStatus.MALFORMED)
+    expected = {
+        "fine": [fine],
+        "largest": [Answer(AnswerStatus.OK, largest)],
+        "refused": [],
+        "negative": [],
+        "two": [Answer(AnswerStatus.OK, b"first")],
+    }
+    for name in answers:
+        wait_for(lambda: list(client.ask(1, question("fine"), 5.0)) == [fine])
+        result = list(client.ask(1, question(name), 5.0 if name != "negative" else 0.3))
+        assert result == expected.get(name, [malformed]), name
 
 
 def test_an_exception_in_the_request_handler_is_logged(
@@ -303,30 +265,30 @@ def test_an_exception_in_the_request_handler_is_logged(
 ) -> None:
     orgs, federation = organisations
     client, server = (
-        exit_stack.enter_context(Zenoh(federation, identity)) for identity in orgs[:2]
+        exit_stack.enter_context(Https(federation, identity)) for identity in orgs[:2]
     )
 
     def handle(request: bytes, reply: Reply) -> None:
-        reply(b"%d" % (1 // len(request)))
+        reply(ok(b"%d" % (1 // (len(request) - 9))))
 
     server.serve(handle)
-    assert wait_for(lambda: list(client.ask(1, b"1", 5.0))) == [b"1"]
-    assert list(client.ask(1, b"", FOREVER)) == []
-    assert list(client.ask(1, b"22", FOREVER)) == [b"0"]
+    assert wait_for(lambda: ask(client, 1, "12", 5.0)) == [b"1"]
+    assert list(client.ask(1, question("1"), FOREVER)) == [Answer(AnswerStatus.MALFORMED)]
+    assert ask(client, 1, "123", FOREVER) == [b"0"]
     assert "a request could not be handled" in caplog.text
 
 
 def proxied_pair(
     proxy: Proxy, port: int, folder: Path, exit_stack: contextlib.ExitStack, handler: RequestHandler
-) -> tuple[Zenoh, Zenoh]:
+) -> tuple[Https, Https]:
     """Return an agent that asks, and an agent behind a proxy that answers."""
     served = Identity.make(folder / "served", name="served", endpoint=f"127.0.0.1:{proxy.port}")
     (asking,) = identities(folder, 1)
     federation = federated([asking, served])
-    server = exit_stack.enter_context(Zenoh(federation, served, listen=f"127.0.0.1:{port}"))
+    server = exit_stack.enter_context(Https(federation, served, listen=f"127.0.0.1:{port}"))
     server.serve(handler)
-    client = exit_stack.enter_context(Zenoh(federation, asking, listen=False))
-    wait_for(lambda: list(client.ask(1, b"?", 5.0)))
+    client = exit_stack.enter_context(Https(federation, asking, listen=False))
+    wait_for(lambda: ask(client, 1, "x", 5.0))
     return client, server
 
 
@@ -334,29 +296,31 @@ def test_agents_recover_from_a_slow_or_interrupted_connection(
     tmp_path: Path, exit_stack: contextlib.ExitStack, pool: ThreadPoolExecutor
 ) -> None:
     (port,) = free_ports(1)
-    proxy = exit_stack.enter_context(Proxy(port, rate=4e6))
+    proxy = exit_stack.enter_context(Proxy(port, rate=1e6))
     chunk = os.urandom(2**20)
     client, _ = proxied_pair(
         proxy,
         port,
         tmp_path,
         exit_stack,
-        lambda request, reply: pool.submit(reply, request + chunk),
+        lambda request, reply: pool.submit(reply, ok(request + chunk)),
     )
     start = time.monotonic()
-    pending = [client.ask(1, b"%d" % k, 30.0) for k in range(4)]
-    assert [list(answers) for answers in pending] == [[b"%d" % k + chunk] for k in range(4)]
-    assert time.monotonic() - start > 0.7  # 4 MiB at 4 MB a second
+    pending = [client.ask(1, question(str(k)), 30.0) for k in range(4)]
+    assert [[one.body for one in answers] for answers in pending] == [
+        [question(str(k)) + chunk] for k in range(4)
+    ]
+    assert time.monotonic() - start > 0.7  # 1 MiB at 1 MB a second on each connection
     proxy.rate = None
 
     proxy.pause()
-    assert list(client.ask(1, b"?", 0.3)) == []
+    assert ask(client, 1, "x", 0.3) == []
     proxy.resume()
-    assert wait_for(lambda: list(client.ask(1, b"?", 5.0)))
+    assert wait_for(lambda: ask(client, 1, "x", 5.0))
 
     before = proxy.connections
     proxy.cut()
-    wait_for(lambda: proxy.connections > before and list(client.ask(1, b"?", 5.0)))
+    wait_for(lambda: proxy.connections > before and ask(client, 1, "x", 5.0))
     proxy.pause()
     client.close()
     proxy.resume()
@@ -365,42 +329,26 @@ def test_agents_recover_from_a_slow_or_interrupted_connection(
 def test_a_slow_reader_delays_no_other_member(
     organisations: Any, exit_stack: contextlib.ExitStack
 ) -> None:
-    """One agent asks for 32 MiB and reads nothing; each waiting answer holds one thread."""
+    """One agent asks again and again and reads nothing; each waiting answer holds one thread."""
     orgs, federation = organisations
     server, client = (
-        exit_stack.enter_context(Zenoh(federation, identity)) for identity in orgs[:2]
+        exit_stack.enter_context(Https(federation, identity)) for identity in orgs[:2]
     )
-    sent = []
 
     def handle(request: bytes, reply: Reply) -> None:
-        def answer() -> None:
-            reply(bytes(2**20))
-            sent.append(request)
-
-        threading.Thread(target=answer, daemon=True).start()
+        answer = ok(bytes(2**23 if b"slow" in request else 2**20))
+        threading.Thread(target=reply, args=(answer,), daemon=True).start()
 
     server.serve(handle)
-    proxy = exit_stack.enter_context(Proxy(int(orgs[0].member.endpoint.partition(":")[2])))
-    slow = exit_stack.enter_context(
-        raw.member(orgs[2], federation, connect__endpoints=[f"tls/127.0.0.1:{proxy.port}"])
-    )
-    wait_for(lambda: list(client.ask(0, b"quick", 5.0)))
-    wait_for(
-        lambda: [
-            reply for reply in slow.get("fedcb2o/agents/0", payload=b"?", timeout=5) if reply.ok
-        ]
-    )
-    proxy.rate = 1
-    for _ in range(32):
-        slow.get(
-            "fedcb2o/agents/0",
-            payload=b"slow",
-            congestion_control=zenoh.CongestionControl.BLOCK,
-            timeout=60,
-        )
+    wait_for(lambda: ask(client, 0, "quick", 5.0))
+    for _ in range(32):  # twice as many as stay open
+        slow = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
+        slow.sendall(raw.get("/v1/slow"))
     time.sleep(0.5)
-    assert [len(answer) for answer in client.ask(0, b"quick", FOREVER)] == [2**20]
-    assert sent.count(b"slow") < 32
+    assert [len(one) for one in ask(client, 0, "quick", FOREVER)] == [2**20]
+    assert server._listener is not None
+    counts = server._listener.connections(federation.members.values())
+    assert counts["org-2"] <= MAX_CONNECTIONS
     server.close()
 
 
@@ -408,7 +356,7 @@ def test_an_endpoint_that_cannot_be_used_is_an_error(
     organisations: Any, exit_stack: contextlib.ExitStack
 ) -> None:
     orgs, federation = organisations
-    exit_stack.enter_context(Zenoh(federation, orgs[0]))
+    exit_stack.enter_context(Https(federation, orgs[0]))
     for listen, error, message in (
         (True, RunError, "the port is in use; is another peer running"),
         ("192.0.2.1:7447", RunError, "no address of this machine"),
@@ -416,10 +364,10 @@ def test_an_endpoint_that_cannot_be_used_is_an_error(
         ("127.0.0.1:80000", ConfigError, "must be HOST:PORT"),
     ):
         with pytest.raises(error, match=message) as caught:
-            Zenoh(federation, orgs[0], listen=listen)
+            Https(federation, orgs[0], listen=listen)
         assert "\n" not in str(caught.value)
     with (
-        exit_stack.enter_context(Zenoh(federation, orgs[0], listen=False)) as asking,
+        exit_stack.enter_context(Https(federation, orgs[0], listen=False)) as asking,
         pytest.raises(RunError, match="listen"),
     ):
         asking.serve(answering())
@@ -429,11 +377,11 @@ def test_strangers_and_expired_certificates_are_refused(organisations: Any, tmp_
     _, federation = organisations
     (stranger,) = identities(tmp_path, 1)
     with pytest.raises(ConfigError):
-        Zenoh(federation, stranger)
+        Https(federation, stranger)
     now = datetime.now(UTC)
     stranger.renew(now=now - timedelta(days=3), until=now - timedelta(days=1))
     with pytest.raises(ConfigError, match="expired"):
-        Zenoh(federation, stranger)
+        Https(federation, stranger)
 
 
 def test_links_use_ipv4_and_ipv6_addresses(
@@ -443,10 +391,10 @@ def test_links_use_ipv4_and_ipv6_addresses(
     (port,) = free_ports(1)
     ipv6 = Identity.make(tmp_path / "there", name="there", endpoint=f"[::1]:{port}")
     federation = federated([ipv4, ipv6])
-    client = exit_stack.enter_context(Zenoh(federation, ipv4))
-    server = exit_stack.enter_context(Zenoh(federation, ipv6))
+    client = exit_stack.enter_context(Https(federation, ipv4))
+    server = exit_stack.enter_context(Https(federation, ipv6))
     server.serve(answering())
-    assert wait_for(lambda: list(client.ask(1, b"?", 5.0))) == [b"heard ?"]
+    assert wait_for(lambda: ask(client, 1, "x", 5.0)) == [b"heard x"]
 
 
 def test_closing_waits_for_all_callbacks(
@@ -455,16 +403,21 @@ def test_closing_waits_for_all_callbacks(
     """A callback while Python shuts down would abort the process."""
     orgs, federation = organisations
     client, server = (
-        exit_stack.enter_context(Zenoh(federation, identity)) for identity in orgs[:2]
+        exit_stack.enter_context(Https(federation, identity)) for identity in orgs[:2]
     )
     replies: list[Reply] = []
     server.serve(lambda request, reply: replies.append(reply))
-    wait_for(lambda: list(client.ask(1, b"?", 0.1)) or replies)
-    pending = [client.ask(1, b"?", 60.0) for _ in range(20)]
+    wait_for(lambda: ask(client, 1, "x", 0.1) or replies)
+    pending = [client.ask(1, question("x"), 60.0) for _ in range(20)]
     client.close()
     server.close()
-    assert "fedcb2o-hear" not in [thread.name for thread in threading.enumerate()]
+    replies.clear()  # each holds a connection
+    wait_for(lambda: not {"fedcb2o-listen", "fedcb2o-dial", "fedcb2o-ask"} & thread_names())
     assert [list(answers) for answers in pending] == [[]] * 20
+
+
+def thread_names() -> set[str]:
+    return {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.slow
@@ -476,10 +429,10 @@ def test_a_program_without_close_ends_without_further_output(
     federations.write_federation(federation, tmp_path / "federation.toml")
     program = (
         "import sys, time; from fedcb2o.peer import Identity, read_federation;"
-        "from fedcb2o.peer.wire import Zenoh;"
-        "one = Zenoh(read_federation(sys.argv[1]), Identity.read(sys.argv[2]));"
+        "from fedcb2o.peer.wire import Https;"
+        "one = Https(read_federation(sys.argv[1]), Identity.read(sys.argv[2]));"
         "one.serve(lambda request, reply: None);"
-        "two = one.ask(1, b'?', 60.0); time.sleep(0.3); raise KeyboardInterrupt"
+        "two = one.ask(1, b'GET /v1/x', 60.0); time.sleep(0.3); raise KeyboardInterrupt"
     )
     host, _, port = orgs[1].member.endpoint.partition(":")
     with socket.create_server((host, int(port))):
@@ -501,11 +454,11 @@ def test_links_end_when_their_certificate_expires(
     orgs[1].renew(now=now - timedelta(days=2), until=now + timedelta(seconds=5))
     first, second, third = linked_agents(exit_stack, organisations, 0, 1, 2)
     wait_for(lambda: first.connected_peers() == {2} and not second.connected_peers())
-    assert list(third.ask(0, b"hello", FOREVER)) == [b"agent 0 heard hello"]
+    assert ask(third, 0, "hello", FOREVER) == [b"agent 0 heard hello"]
     orgs[1].renew()
     wait_for(
-        lambda: list(second.ask(0, b"again", 5.0))
+        lambda: ask(second, 0, "again", 5.0)
     )  # it asks with the new certificate at once, and is asked after its restart
     second.close()
     linked_agents(exit_stack, organisations, 1)
-    wait_for(lambda: list(first.ask(1, b"again", 5.0)))
+    wait_for(lambda: ask(first, 1, "again", 5.0))

@@ -8,8 +8,6 @@ import numpy as np
 from tests.external import client
 from tests.peer import vectors
 
-from fedcb2o.peer.wire._zenoh_messages import BatchDecoder, Final, Query, Reply
-
 WRITTEN = json.loads(Path(__file__).with_name("vectors.json").read_text())
 
 
@@ -29,16 +27,3 @@ def test_the_random_stream_of_theta_0_follows_the_documentation():
     philox = np.random.Philox(key=int.from_bytes(digest, "little"), counter=0)
     assert int(np.random.Generator(philox).integers(2**63)) == vector["manual_seed"]
     assert hashlib.sha256(bytes.fromhex(vector["theta_0"])).hexdigest() == vector["base"]
-
-
-def test_the_decoder_reads_the_batches_of_a_link():
-    decoded = {
-        name: list(BatchDecoder(2**10, b"fedcb2o/agents/1").decode(bytes.fromhex(text)[2:]))
-        for name, text in WRITTEN["link"].items()
-        if not name.startswith("sha256")
-    }
-    assert decoded["query"] == [Query(5, True, b"request")]
-    assert decoded["reply"] == [Reply(5, b"answer")]
-    assert decoded["final"] == [Final(5)]
-    assert decoded["keep-alive"] == []
-    assert len(decoded["declarations"]) == 3

@@ -1,4 +1,4 @@
-"""Test vectors of docs/protocol.md other than messages: run id, theta_0, and bytes of a link.
+"""Test vectors of docs/protocol.md other than messages: run id and theta_0.
 
 `python -m tests.peer.vectors > tests/peer/vectors.json` regenerates them.
 """
@@ -11,7 +11,6 @@ import torch
 
 from fedcb2o.nn import architectures, parameters
 from fedcb2o.peer.membership import versions
-from fedcb2o.peer.wire import _zenoh_messages as messages
 from fedcb2o.rng import stream
 
 FIXED = {"protocol": 1, "name": "vectors", "seed": 7, "rounds": 3, "share": 0.0, "lag": 5}
@@ -43,30 +42,9 @@ def theta_vector() -> dict[str, Any]:
     }
 
 
-def link_vector() -> dict[str, str]:
-    """Return batches of a link in both directions, with 300 as the first sequence number."""
-    key = b"fedcb2o/agents/1"
-
-    def batches(message: bytes) -> str:
-        encoder = messages.BatchEncoder()
-        encoder.sequence = 300
-        return b"".join(encoder.encode(message)).hex()
-
-    return {
-        "query": batches(messages.encode_query(5, key, b"request", 2.5)),
-        "reply": batches(messages.encode_reply(5, key, b"answer")),
-        "final": batches(messages.encode_final(5)),
-        "declarations": batches(messages.encode_declarations(key)),
-        "keep-alive": messages.with_length(messages.KEEP_ALIVE).hex(),
-        "sha256-of-a-reply-of-100000-zeros": hashlib.sha256(
-            bytes.fromhex(batches(messages.encode_reply(5, key, bytes(100_000))))
-        ).hexdigest(),
-    }
-
-
 def all_vectors() -> dict[str, Any]:
     """Return all vectors by kind."""
-    return {"run": run_vector(), "theta_0": theta_vector(), "link": link_vector()}
+    return {"run": run_vector(), "theta_0": theta_vector()}
 
 
 if __name__ == "__main__":

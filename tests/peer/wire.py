@@ -4,10 +4,10 @@ import random
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from queue import Empty, Queue
 
-from fedcb2o.peer.wire import RequestHandler
-from fedcb2o.peer.wire._transport import MAX_ANSWERS
+from fedcb2o.peer.wire import Answer, RequestHandler
 
 
 class Wire:
@@ -38,8 +38,8 @@ class Wired:
         self.wire, self.id, self.handler, self.closed = wire, id, None, False
         self.handler: RequestHandler | None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[bytes]:
-        answers: Queue[bytes | None] = Queue()
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[Answer]:
+        answers: Queue[Answer | None] = Queue()
         end = time.monotonic() + timeout
         if self.closed or peer == self.id or peer not in self.connected_peers():
             answers.put(None)
@@ -61,24 +61,18 @@ class Wired:
     def close(self) -> None:
         self.closed = True
 
-    def _send(self, peer: "Wired", request: bytes, answers: "Queue[bytes | None]") -> None:
+    def _send(self, peer: "Wired", request: bytes, answers: "Queue[Answer | None]") -> None:
         if peer.handler is None:
             answers.put(None)
         elif self.wire.passes():
-            peer.handler(bytes(request), lambda answer: self._reply(peer, bytes(answer), answers))
+            peer.handler(bytes(request), lambda answer: self._reply(peer, answer, answers))
 
-    def _reply(self, peer: "Wired", answer: bytes, answers: "Queue[bytes | None]") -> None:
+    def _reply(self, peer: "Wired", answer: Answer | None, answers: "Queue[Answer | None]") -> None:
         if self.wire.passes() and not peer.closed:
-            if answer:
-                answers.put(answer)
-            answers.put(None)
+            answers.put(answer)
 
-    def _answers(self, answers: "Queue[bytes | None]", end: float) -> Iterator[bytes]:
-        for _ in range(MAX_ANSWERS):
-            try:
-                answer = answers.get(timeout=max(0.0, end - time.monotonic()))
-            except Empty:
-                return
-            if answer is None:
-                return
-            yield answer
+    def _answers(self, answers: "Queue[Answer | None]", end: float) -> Iterator[Answer]:
+        with suppress(Empty):
+            answer = answers.get(timeout=max(0.0, end - time.monotonic()))
+            if answer is not None:
+                yield answer

@@ -40,6 +40,10 @@ def relay(
         Path | None, Option(help="Folder of waiting messages. Default: a temporary one.")
     ] = None,
     metrics: MetricsOption = None,
+    signatures_only: Annotated[
+        bool,
+        Option("--signatures-only", help="Ask for no certificate: for members behind inspection."),
+    ] = False,
 ) -> None:
     """Pass encrypted messages on between members that accept no connections.
 
@@ -54,7 +58,15 @@ def relay(
     keys = Identity.read(identity)
     try:
         with contextlib.ExitStack() as stack:
-            server = stack.enter_context(Relay(federation, keys, listen=listen, folder=folder))
+            server = stack.enter_context(
+                Relay(
+                    federation,
+                    keys,
+                    listen=listen,
+                    folder=folder,
+                    signatures_only=signatures_only,
+                )
+            )
             if metrics is not None:
                 stack.enter_context(RelayMetrics(server, metrics, expires=keys.expires))
             endpoint = keys.member.endpoint

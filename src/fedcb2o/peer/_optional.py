@@ -8,7 +8,7 @@ from importlib.util import find_spec
 
 from fedcb2o.errors import ConfigError
 
-_MODULES = ("cryptography", "zstandard")
+_MODULES = ("cryptography", "h11", "urllib3", "zstandard")
 
 
 def require_peer_extra() -> None:

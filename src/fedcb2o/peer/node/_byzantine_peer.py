@@ -8,7 +8,6 @@ fedcb2o.peer.node._byzantine_peer FEDERATION.toml IDENTITY` runs until its stand
 import secrets
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +17,6 @@ from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._agent import build_network
 from fedcb2o.peer.wire._protocol import (
-    CHUNK_BYTES,
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
@@ -29,7 +27,7 @@ from fedcb2o.peer.wire._protocol import (
     decode_request,
     encode_offer,
 )
-from fedcb2o.peer.wire._transport import Zenoh
+from fedcb2o.peer.wire._transport import Https, Reply
 
 FAULTS = (
     "random bytes",
@@ -59,7 +57,7 @@ class ByzantinePeer:
         self.agent_id = federation.id_of(identity.member)
         self._contents: dict[bytes, bytes] = {}  # by the digest of the manifest
 
-    def on_request(self, data: bytes, reply: Callable[[bytes], None]) -> None:
+    def on_request(self, data: bytes, reply: Reply) -> None:
         """Answer a request in a separate thread."""
         try:
             request, _, _ = decode_request(data)
@@ -67,22 +65,21 @@ class ByzantinePeer:
             return
         threading.Thread(target=lambda: reply(self.answer(request)), daemon=True).start()
 
-    def answer(self, request: Request) -> bytes:
-        """Return an invalid encoded answer, with the fault of the round."""
+    def answer(self, request: Request) -> Answer:
+        """Return an invalid answer, with the fault of the round."""
         body: bytes = secrets.token_bytes(1000)
         if request.kind is RequestKind.MANIFEST:
             fault = FAULTS[request.round % len(FAULTS)]
             if request.round >= EQUIVOCATION_START * self.federation.rounds:
                 fault = _EQUIVOCATION
             if fault == "random bytes":
-                return body
+                return Answer(AnswerStatus.OK, body)
             body = encode_offer(self._craft_manifest(fault, request.round, request.sender))
-        elif request.kind is RequestKind.CHUNK:
+        elif request.kind is RequestKind.MODEL:
             content = self._contents.get(request.digest)
             if content is not None:
-                start = request.index * CHUNK_BYTES
-                body = content[start : start + CHUNK_BYTES]
-        return Answer(request.nonce, AnswerStatus.OK, body).encode()
+                body = content[request.first : None if request.last is None else request.last + 1]
+        return Answer(AnswerStatus.OK, body)
 
     def _craft_manifest(self, fault: str, n: int, receiver: int) -> bytes:
         """Return a manifest for round `n`, or of a model, with one fault."""
@@ -125,7 +122,7 @@ def main(federation_path: str, folder: str, *allowed: str) -> None:
     federation = read_federation(federation_path, allowed_functions=allowed)
     identity = Identity.read(Path(folder))
     dim = len(parameters.flatten(build_network(federation)))
-    transport = Zenoh(federation, identity)
+    transport = Https(federation, identity)
     try:
         transport.serve(ByzantinePeer(federation, identity, dim).on_request)
         sys.stdin.read()

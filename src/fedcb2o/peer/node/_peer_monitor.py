@@ -12,7 +12,7 @@ from fedcb2o.peer.node._observer import NodeObserver
 from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
 from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
 from fedcb2o.peer.wire._patience import Credit
-from fedcb2o.peer.wire._tls_probe import probe_member
+from fedcb2o.peer.wire._probe import probe_member
 from fedcb2o.peer.wire._transport import Transport
 
 _POLL_SECONDS = 0.2  # between two looks at the links

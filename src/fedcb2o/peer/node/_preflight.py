@@ -22,20 +22,19 @@ from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._mailbox import RelayMailbox
+from fedcb2o.peer.wire._probe import ProbeResult, probe_member
 from fedcb2o.peer.wire._protocol import (
     MINOR_VERSION,
+    Answer,
     AnswerStatus,
-    BytesLike,
     MalformedError,
     Request,
     RequestKind,
-    decode_answer,
     decode_hello,
 )
 from fedcb2o.peer.wire._relayed import Mixed, Relayed, open_transport
 from fedcb2o.peer.wire._server import Server
-from fedcb2o.peer.wire._tls_probe import ProbeResult, probe_member
-from fedcb2o.peer.wire._transport import Transport, Zenoh
+from fedcb2o.peer.wire._transport import Https, Transport
 
 _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""
@@ -102,10 +101,7 @@ def check_members(
 
     others = {id: member for id, member in federation.members.items() if id != agent_id}
     with ThreadPoolExecutor(16) as pool:
-        probes = {
-            id: pool.submit(probe_member, member, identity, is_linked=id in linked)
-            for id, member in others.items()
-        }
+        probes = {id: pool.submit(probe_member, member, identity) for id, member in others.items()}
     own_notes = (*notes, *_describe_own_expiry(identity, is_running=is_running))
     results = [CheckResult(identity.member.name, removal, own_notes), *relay_results]
     for id, member in others.items():
@@ -161,7 +157,6 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
         probe = probe_member(
             mailbox.relay,
             identity,
-            is_linked=not relayed.error,
             program="`fedcb2o peer relay`",
         )
         notes = _describe_expiry(probe.expires) if probe.expires else ()
@@ -231,7 +226,7 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
 
 def _open_transport(
     federation: Federation, identity: Identity, listen: bool | str, relay: Path | str | None
-) -> tuple[Zenoh | Mixed, tuple[str, ...], bool]:
+) -> tuple[Https | Mixed, tuple[str, ...], bool]:
     """Open the links; return notes, and whether our own node seems to have the port."""
     open_links = partial(open_transport, federation, identity, relay=relay, is_checking=True)
     notes: tuple[str, ...] = ()
@@ -250,7 +245,7 @@ def _open_transport(
 
 @contextmanager
 def _serve_hello(
-    federation: Federation, identity: Identity, agent_id: int, transport: Zenoh | Mixed
+    federation: Federation, identity: Identity, agent_id: int, transport: Https | Mixed
 ) -> Iterator[Server | None]:
     """Answer other members that check at the same time."""
     if not transport.is_listening:
@@ -316,7 +311,7 @@ def _read_reply(
     member: Member,
     nonce: bytes,
     sent: float,
-    answers: Iterable[BytesLike],
+    answers: Iterable[Answer],
 ) -> bool:
     """Store a member's first valid or last reply; return its validity."""
     for answer in answers:
@@ -339,12 +334,11 @@ def _wait_for_checkers(
         time.sleep(0.1)
 
 
-def _decode_reply(data: BytesLike, nonce: bytes, member: Member, sent: float) -> _HelloReply:
+def _decode_reply(answer: Answer, nonce: bytes, member: Member, sent: float) -> _HelloReply:
     try:
-        answer = decode_answer(data)
         if answer.status is AnswerStatus.ANOTHER_VERSION:
             return _HelloReply(None, "version")
-        if answer.nonce != nonce or answer.status is not AnswerStatus.OK:
+        if answer.status is not AnswerStatus.OK:
             return _HelloReply(None, answer.status.label)
         content = decode_hello(answer.body, nonce, member)
     except MalformedError as error:
@@ -411,11 +405,11 @@ def describe_version_gap(federation: Federation, content: Mapping[str, Any]) -> 
 
 
 def _minor_version(content: Mapping[str, Any]) -> int:
-    """Return the minor version of the protocol that a member speaks; 0 if it does not say."""
+    """Return the minor version of the protocol that a member speaks; ours if it does not say."""
     protocol = content.get("protocol")
     if isinstance(protocol, list) and len(protocol) == 2 and isinstance(protocol[1], int):
         return max(0, min(protocol[1], _MAX_MINOR_VERSION))
-    return 0
+    return MINOR_VERSION
 
 
 def _describe_unreadable(member: Member, reason: str) -> str:
@@ -484,7 +478,7 @@ def _describe_software(content: Mapping[str, Any]) -> str:
 
 def _describe_own_expiry(identity: Identity, *, is_running: bool) -> tuple[str, ...]:
     """Describe the certificate of our running node, or else that in the folder of keys."""
-    in_use = probe_member(identity.member, identity, is_linked=True).expires if is_running else None
+    in_use = probe_member(identity.member, identity).expires if is_running else None
     if in_use == identity.expires:
         return _describe_expiry(in_use)
     stored = _describe_expiry(identity.expires, f"the certificate in {identity.folder}")

@@ -6,7 +6,6 @@ from fedcb2o.peer.wire._equivocation import Ledger, Proof, SigningJournal, verif
 from fedcb2o.peer.wire._patience import Backoff, Patience, Wait
 from fedcb2o.peer.wire._protocol import (
     CHUNK_BYTES,
-    REQUEST_BYTES,
     SIGNATURE_BYTES,
     ZERO_DIGEST,
     Answer,
@@ -30,12 +29,11 @@ from fedcb2o.peer.wire._protocol import (
 from fedcb2o.peer.wire._relay import Relay
 from fedcb2o.peer.wire._relayed import Mixed, open_transport
 from fedcb2o.peer.wire._server import Server, Snapshot
-from fedcb2o.peer.wire._transport import Reply, RequestHandler, Transport, Zenoh
+from fedcb2o.peer.wire._transport import Https, Reply, RequestHandler, Transport
 
 __all__ = [
     "CHUNK_BYTES",
     "FAILED",
-    "REQUEST_BYTES",
     "SIGNATURE_BYTES",
     "ZERO_DIGEST",
     "Answer",
@@ -43,6 +41,7 @@ __all__ = [
     "Backoff",
     "BytesLike",
     "Codec",
+    "Https",
     "Int8Codec",
     "Ledger",
     "MalformedError",
@@ -62,7 +61,6 @@ __all__ = [
     "Snapshot",
     "Transport",
     "Wait",
-    "Zenoh",
     "decode_answer",
     "decode_hello",
     "decode_manifest",

@@ -250,9 +250,10 @@ class PeerClient:
         """Return a peer's signed description of itself, None if none came in time."""
         member = self.federation.members[peer]
         session = _PeerSession(self, peer, time.monotonic() + seconds)
-        for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key):
+        nonce = secrets.token_bytes(16)
+        for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key, nonce=nonce):
             with contextlib.suppress(_protocol.MalformedError):
-                content = _protocol.decode_hello(answer.body, answer.nonce, member)
+                content = _protocol.decode_hello(answer.body, nonce, member)
                 self._note_hello(peer, content)
                 self._note_file(peer, content.get("file"))
                 return content
@@ -306,7 +307,6 @@ class _PeerSession:
         self.peer = peer
         self.end = end
         self.received_bytes = 0
-        self.garbage = ""  # the reason why the last answer could not be read
 
     def ask(
         self,
@@ -315,38 +315,34 @@ class _PeerSession:
         round: int = 0,
         index: int = 0,
         digest: bytes = _protocol.ZERO_DIGEST,
+        first: int = 0,
+        last: int | None = None,
+        nonce: bytes = b"",
     ) -> "Iterator[Answer]":
         """Send a request now, and return its answers as they arrive."""
         client = self.client
-        nonce = secrets.token_bytes(16)
         request = Request(
             kind=kind,
             run=client.federation.run,
             sender=client.agent_id,
             receiver=self.peer,
-            nonce=nonce,
+            nonce=nonce or secrets.token_bytes(16),
             round=round,
             index=index,
             digest=digest,
+            first=first,
+            last=last,
         )
         left = max(0.0, self.end - time.monotonic())
         answers = client.transport.ask(self.peer, request.encode(client.identity.sign), left)
-        return self._decode(answers, nonce)
+        return self._count(answers)
 
-    def _decode(self, answers: Iterable[_protocol.BytesLike], nonce: bytes) -> "Iterator[Answer]":
-        for data in answers:
-            self.received_bytes += len(data)
+    def _count(self, answers: Iterable[Answer]) -> "Iterator[Answer]":
+        for answer in answers:
+            self.received_bytes += len(answer.body)
             with self.client.lock:
-                self.client.received_bytes += len(data)
-            try:
-                answer = _protocol.decode_answer(data)
-            except _protocol.MalformedError as error:
-                self.garbage = error.reason
-                continue
-            if answer.nonce == nonce:
-                yield answer
-            else:
-                self.garbage = "malformed"
+                self.client.received_bytes += len(answer.body)
+            yield answer
 
     def fetch_manifest(self, n: int) -> "Manifest | str":
         """Return the first valid manifest, or the reason why there is none."""
@@ -359,7 +355,7 @@ class _PeerSession:
             if isinstance(result, Manifest):
                 return result
             reason = result
-        return self.garbage if reason == _NO_ANSWER and self.garbage else reason
+        return reason
 
     def _validate_offer(self, n: int, body: _protocol.BytesLike) -> "Manifest | str":
         """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
@@ -669,12 +665,12 @@ class _ModelDownload:
                 return answer.body, ""
             else:
                 reason = "hash"
-        if reason == _NO_ANSWER and self.session.garbage:
-            reason = self.session.garbage
         return None, reason
 
     def _request_chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
-        return self.session.ask(RequestKind.CHUNK, index=k, digest=manifest.digest)
+        first = k * _protocol.CHUNK_BYTES
+        last = min(first + _protocol.CHUNK_BYTES, manifest.size) - 1
+        return self.session.ask(RequestKind.MODEL, digest=manifest.digest, first=first, last=last)
 
 
 def number_fault(theta: Float[Tensor, " d"]) -> str:

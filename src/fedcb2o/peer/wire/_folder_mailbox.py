@@ -255,6 +255,8 @@ class FolderMailbox:
 
     def close(self) -> None:
         self._closed = True
+        with self._stored:
+            self._stored.notify_all()
 
     @contextlib.contextmanager
     def _open(self, *parts: str) -> Iterator[int]:

@@ -1,31 +1,57 @@
-"""Listener for the links of members: TLS handshakes of strangers within bounds.
+"""Listener for HTTPS requests: connections of strangers and members within bounds.
 
-One thread accepts connections and completes their handshakes. If too many are pending, the oldest
-one of the address with most of them is closed, so that silent connections displace each other and a
-member's handshake, which takes milliseconds, is completed.
+One thread accepts connections, completes their handshakes and reads their requests with h11. A
+connection is pending until its first whole request. If too many are pending, the oldest one of the
+address with most of them is closed, so that silent connections displace each other and a member's
+request, which takes milliseconds, is read. Requests are `GET` or `PUT` in HTTP/1.1, one at a time,
+with a header of at most 16 KiB and a length.
 """
 
 import errno
+import heapq
+import itertools
 import logging
+import math
 import os
+import re
 import resource
+import select
 import selectors
 import socket
+import ssl
 import struct
 import threading
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TypeAlias
+
+import h11
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._link import HANDSHAKE_SECONDS, TlsStream
-from fedcb2o.peer.wire._tls import remote_member, server_context
+from fedcb2o.peer.wire._http import HttpRequest, RefusedError, RequestParser, problem
+from fedcb2o.peer.wire._pace import Pace
+from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire._tls import close_wrapped, remote_member, server_context
 
+_LOGGER = logging.getLogger(__name__)
 _MAX_PENDING = 256
-"""Connections that have not shown a member's certificate."""
+"""Connections without a whole request of a member."""
+MAX_CONNECTIONS = 16
+"""Connections of one member; the newest remain."""
+HANDSHAKE_SECONDS = 10.0
+"""Time for TLS and the first request together."""
+IDLE_SECONDS = 60.0
+"""Time for each further request, counted from the answer before it."""
+_SEND_SECONDS = 120.0
+"""Time to send each MiB of an answer: with seven others before it, at 70 kB/s."""
+_PIECE_BYTES = 2**20
+_RECORD_BYTES = 2**14
+_RECORDS_PER_TURN = 16
 _MIN_DESCRIPTORS = 4096
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 32
@@ -34,8 +60,14 @@ _DESCRIPTORS_SECONDS = 0.1
 """Pause after a connection that finds no free descriptor."""
 # Value of SO_LINGER: on, with 0 seconds. Closing the socket then resets its connection.
 _RESET = struct.pack("ii", 1, 0)
+_REFUSED = "the request is malformed, unsigned, repeated, too frequent, or for another member"
+_FORMER_PROTOCOL = re.compile(rb"..\x41\x09", re.DOTALL)
+"""First bytes of a link of fedcb2o 0.2."""
+FORMER_RELEASE = "fedcb2o 0.2 or older: 0.3 speaks HTTPS, and all members must update"
 
-OnLink = Callable[[TlsStream, Member, float], None]
+
+OnRequest: TypeAlias = Callable[[HttpRequest, "Responder"], None]
+Authenticate: TypeAlias = Callable[[HttpRequest], Member | None]
 
 
 def raise_descriptor_limit() -> None:
@@ -82,11 +114,103 @@ def _listen_error(address: str, error: OSError) -> RunError:
     return RunError(f"cannot listen on {address}: {error.strerror or error}")
 
 
-class Listener:
-    """Listener of one agent.
+class TlsStream:
+    """Accepted TLS connection, used by one thread at a time."""
 
-    `on_link` is called in the listener's thread with each stream of a member, the member, and the
-    expiry of its certificate. Other streams are closed.
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
+        connection.setblocking(False)
+        with suppress(OSError):
+            # A small answer must not wait for the acknowledgement of the one before it.
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            # A connection that has ended fails here, before OpenSSL sees it.
+            connection.getpeername()
+            self.socket = context.wrap_socket(
+                connection, server_side=True, do_handshake_on_connect=False
+            )
+        except OSError as error:  # the peer is gone
+            connection.close()
+            close_wrapped(error)
+            raise
+        self._can_write = select.poll()
+        self._can_write.register(self.socket, select.POLLOUT)
+
+    def advance_handshake(self) -> bool:
+        """Continue the handshake with the bytes that have arrived, without waiting.
+
+        True is returned if it is complete. An OSError says that it failed, or that the remote ended
+        it.
+        """
+        try:
+            self.socket.do_handshake()
+        except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+            return False
+        return True
+
+    def read(self) -> bytes:
+        """Decrypt bytes that have arrived, up to a bound; ConnectionError at the end."""
+        try:
+            content = self.socket.recv(_RECORD_BYTES)
+        except ssl.SSLWantReadError:
+            return b""
+        if not content:
+            raise ConnectionError("the remote closed the connection")
+        return content
+
+    def write(self, data: BytesLike, seconds: float) -> None:
+        """Encrypt and send bytes; the stream cannot be used after an OSError."""
+        end = time.monotonic() + seconds
+        pending = memoryview(data)
+        while pending:
+            try:
+                pending = pending[self.socket.send(pending[:_RECORD_BYTES]) :]
+            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
+                # OpenSSL wants the same record again, so `pending` stays.
+                left = end - time.monotonic()
+                if left <= 0 or not self._can_write.poll(1000 * left):
+                    raise TimeoutError("the remote does not read") from None
+
+    def close(self) -> None:
+        """End the stream at once, also for another thread that uses it."""
+        with suppress(OSError):
+            # SSLSocket's own method lets a thread that reads go on without TLS.
+            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+
+
+@dataclass(eq=False)
+class _Connection:
+    """An accepted connection.
+
+    The stream takes the socket over after the first bytes have arrived. `end` is the monotonic time
+    at which it is closed. `member` is known after its first request; `signer` is that of the last.
+    """
+
+    raw: socket.socket
+    address: str
+    end: float
+    stream: TlsStream | None = None
+    has_handshake: bool = False
+    certificate: tuple[Member, float] | None = None
+    member: Member | None = None
+    signer: Member | None = None
+    parser: RequestParser = field(init=False)
+
+    @property
+    def socket(self) -> socket.socket:
+        return self.raw if self.stream is None else self.stream.socket
+
+
+class Listener:
+    """Listener of one agent, or of a relay.
+
+    `on_request` is called in the listener's thread with each whole request of a member, and a
+    function that answers it once, from any thread. It must return at once. A request whose function
+    is dropped gets the status 403. A body has at most `max_body` bytes.
+
+    A remote must show a member's certificate, if `has_clients`. `authenticate` returns the member
+    that signed a request; without it, the certificate alone identifies the remote. `on_presence` is
+    called with the name of a member at its first connection, and after its last one. `paces` has
+    those of some members by their roots.
     """
 
     def __init__(
@@ -94,20 +218,45 @@ class Listener:
         listening: socket.socket,
         identity: Identity,
         members: Sequence[Member],
-        on_link: OnLink,
+        on_request: OnRequest,
+        *,
+        max_body: int = 0,
+        max_connections: int = MAX_CONNECTIONS,
+        authenticate: Authenticate | None = None,
+        has_clients: bool = True,
+        on_presence: Callable[[str, bool], None] = lambda name, is_connected: None,
+        paces: Mapping[str, Pace] | None = None,
     ) -> None:
         self._listening = listening
-        self._context = server_context(identity, members)
+        self._context = server_context(identity, members, has_clients=has_clients)
         self._members = members
-        self._on_link = on_link
+        self._on_request = on_request
+        self._max_body = max_body
+        self._max_connections = max_connections
+        self._authenticate = authenticate
+        self._has_clients = has_clients
+        self._on_presence = on_presence
         self._selector = selectors.DefaultSelector()
-        self._pending: dict[int, _Pending] = {}  # by descriptor, the oldest first
+        # By descriptor, those that end first come first.
+        self._pending: dict[int, _Connection] = {}
+        self._idle: dict[int, _Connection] = {}
+        self._delayed: list[tuple[float, int, _Connection]] = []
+        self._order = itertools.count()
+        self._by_root: dict[str, list[_Connection]] = {}
+        self._paces = dict(paces or {})
+        self._answered = deque[_Connection]()
         self._closed = threading.Event()
+        self._lock = threading.Lock()
         self._has_logged = False
+        self._warned = set[str]()
         # Without a free descriptor a connection cannot even be refused: `_shed` uses this one.
         self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._wake_out, self._wake_in = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._wake_in.setblocking(False)
         listening.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
+        self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
 
     @property
@@ -120,39 +269,73 @@ class Listener:
         self._thread.start()
 
     def close(self) -> None:
-        """Stop listening."""
+        """Stop listening, and close all connections."""
         self._closed.set()
+        self._wake()
         if self._thread.is_alive():
             self._thread.join(2)
+
+    def connections(self, members: Iterable[Member]) -> Counter[str]:
+        """Return the number of connections of some members by name."""
+        with self._lock:
+            return Counter({one.name: len(self._by_root.get(one.root, ())) for one in members})
+
+    def _wake(self) -> None:
+        with suppress(OSError):  # closed, or full: the thread is awake
+            self._wake_in.send(b"\0")
 
     def _run(self) -> None:
         while not self._closed.is_set():
             try:
-                events = self._selector.select(_POLL_SECONDS)
-                for key, _ in events:
-                    if key.fileobj is self._listening:
-                        self._accept()
-                    elif key.fd in self._pending:
-                        # An earlier event of this turn may have closed other connections, hence the
-                        # check.
-                        self._advance(key.fd)
-                self._drop_expired()
+                self._turn()
             except Exception:
                 # The listener must go on.
                 if not self._has_logged:
                     self._has_logged = True
-                    logging.getLogger(__name__).exception("a connection could not be accepted")
+                    _LOGGER.exception("a connection could not be served")
                 time.sleep(_DESCRIPTORS_SECONDS)
-        for descriptor in list(self._pending):
-            self._drop(descriptor)
+        for table in (self._pending, self._idle):
+            for connection in list(table.values()):
+                self._drop(connection)
+        for connection in (*self._answered, *(one for _, _, one in self._delayed)):
+            self._release(connection)
+        with self._lock:
+            busy = [one for several in self._by_root.values() for one in several]
+        for connection in busy:
+            if connection.stream is not None:
+                connection.stream.close()
         self._selector.close()
         self._listening.close()
+        self._wake_out.close()
+        self._wake_in.close()
         self._close_spare()
+
+    def _turn(self) -> None:
+        """Handle what arrived, connections whose answers were sent, and waiting requests."""
+        pause = _POLL_SECONDS
+        if self._delayed:
+            pause = min(pause, max(0.0, self._delayed[0][0] - time.monotonic()))
+        for key, _ in self._selector.select(pause):
+            if key.fileobj is self._listening:
+                self._accept()
+            elif key.fileobj is self._wake_out:
+                with suppress(BlockingIOError):
+                    self._wake_out.recv(2**12)
+            else:
+                # An earlier event of this turn may have closed this connection.
+                connection = self._pending.get(key.fd) or self._idle.get(key.fd)
+                if connection is not None:
+                    self._advance(connection)
+        while self._answered:
+            self._resume(self._answered.popleft())
+        while self._delayed and self._delayed[0][0] <= time.monotonic():
+            self._hand_over(heapq.heappop(self._delayed)[2])
+        self._drop_expired()
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                connection, address = self._listening.accept()
+                raw, address = self._listening.accept()
             except BlockingIOError:
                 return
             except OSError as error:
@@ -161,10 +344,13 @@ class Listener:
                 return  # otherwise: the connection has ended already
             if len(self._pending) >= _MAX_PENDING:
                 self._drop(self._oldest_of_most())
-            connection.setblocking(False)
+            raw.setblocking(False)
             end = time.monotonic() + HANDSHAKE_SECONDS
-            self._pending[connection.fileno()] = _Pending(connection, str(address[0]), end)
-            self._selector.register(connection.fileno(), selectors.EVENT_READ)
+            connection = _Connection(raw, str(address[0]), end)
+            identify = partial(self._identify, connection)
+            connection.parser = RequestParser(self._max_body, identify)
+            self._pending[raw.fileno()] = connection
+            self._selector.register(raw.fileno(), selectors.EVENT_READ)
 
     def _close_spare(self) -> None:
         if self._spare is not None:
@@ -180,63 +366,227 @@ class Listener:
             self._spare = os.open(os.devnull, os.O_RDONLY)
         if not self._has_logged:
             self._has_logged = True
-            logging.getLogger(__name__).warning(
+            _LOGGER.warning(
                 "a connection is refused, because this process has too many open files: raise "
                 "the limit of its machine (ulimit -n)"
             )
         time.sleep(_DESCRIPTORS_SECONDS)
 
-    def _oldest_of_most(self) -> int:
+    def _oldest_of_most(self) -> _Connection:
         """Return the oldest pending connection of the address with most of them."""
         counts = Counter(one.address for one in self._pending.values())
         busiest = max(counts, key=lambda address: counts[address])
-        return next(fd for fd, one in self._pending.items() if one.address == busiest)
+        return next(one for one in self._pending.values() if one.address == busiest)
 
-    def _advance(self, descriptor: int) -> None:
-        """Continue a handshake; pass the stream on after its end."""
-        one = self._pending[descriptor]
+    def _advance(self, connection: _Connection) -> None:
+        """Continue a handshake or a request with the bytes that have arrived."""
         try:
             # Before its first bytes a connection costs no memory of OpenSSL.
-            if one.stream is None:
-                one.stream = TlsStream(one.connection, self._context)
-            if not one.stream.advance_handshake():
-                return
-            member, expires = remote_member(one.stream, self._members)
+            if connection.stream is None:
+                connection.stream = TlsStream(connection.raw, self._context)
+            if not connection.has_handshake:
+                if not connection.stream.advance_handshake():
+                    return
+                connection.has_handshake = True
+                if self._has_clients:
+                    der = connection.stream.socket.getpeercert(True) or b""
+                    member, expires = remote_member(der, self._members)
+                    connection.certificate = member, expires.timestamp()
+            self._read_request(connection, connection.stream)
+        except RefusedError as error:
+            self._refuse(connection, error.code, str(error))
         except (OSError, ValueError):
-            self._drop(descriptor)
+            self._drop(connection)
+
+    def _read_request(self, connection: _Connection, stream: TlsStream) -> None:
+        for _ in range(_RECORDS_PER_TURN):
+            content = stream.read()
+            if not content:
+                return
+            if not connection.parser.has_begun and _FORMER_PROTOCOL.match(content):
+                self._warn_of_former_release(connection)
+            if connection.parser.receive(content):
+                self._forget(connection)
+                self._dispatch(connection)
+                return
+        # The rest is in OpenSSL's memory, of which the selector does not know.
+        if stream.socket.pending():
+            self._answered.append(connection)
+            self._forget(connection)
+
+    def _identify(self, connection: _Connection, request: HttpRequest) -> None:
+        """Find the member of a request by its head, before its body is read."""
+        signer: Member | None = None
+        expires = math.inf
+        if connection.certificate is not None:
+            signer, expires = connection.certificate
+        if self._authenticate is not None:
+            signer = self._authenticate(request)
+        members = [connection.member, connection.certificate and connection.certificate[0]]
+        if signer is None or any(one and one.root != signer.root for one in members):
+            raise RefusedError(401, "no signature of this member")
+        if time.time() >= expires:
+            raise ConnectionError("the certificate has expired")
+        connection.signer = signer
+
+    def _warn_of_former_release(self, connection: _Connection) -> None:
+        """Name a member with a former release, once."""
+        name = connection.certificate[0].name if connection.certificate else connection.address
+        if name not in self._warned and len(self._warned) < _MAX_PENDING:
+            self._warned.add(name)
+            _LOGGER.warning("%s runs %s", name, FORMER_RELEASE)
+        raise RefusedError(400, FORMER_RELEASE)
+
+    def _dispatch(self, connection: _Connection) -> None:
+        """Hand a request over, now or when the pace of its member allows it."""
+        member = connection.signer
+        assert member is not None
+        if connection.member is None:
+            self._admit(connection, member)
+        if delay := self._paces.setdefault(member.root, Pace()).delay():
+            due = time.monotonic() + delay
+            heapq.heappush(self._delayed, (due, next(self._order), connection))
             return
-        self._forget(descriptor)
-        self._on_link(one.stream, member, expires.timestamp())
+        self._hand_over(connection)
+
+    def _admit(self, connection: _Connection, member: Member) -> None:
+        """Count a connection as that of a member; its newest ones replace older ones."""
+        connection.member = member
+        with self._lock:
+            several = self._by_root.setdefault(member.root, [])
+            several.append(connection)
+            surplus = several[: -self._max_connections]
+            is_first = len(several) == 1
+        if is_first:
+            self._on_presence(member.name, True)
+        for old in surplus:
+            if old.stream is not None:
+                old.stream.close()
+
+    def _hand_over(self, connection: _Connection) -> None:
+        respond = Responder(self, connection)
+        try:
+            self._on_request(connection.parser.request(connection.member), respond)
+        except Exception:
+            _LOGGER.exception("a request could not be handled")
+            respond.refuse(500, "the request could not be handled")
+
+    def _refuse(self, connection: _Connection, code: int, detail: str) -> None:
+        """Send an error, as far as the remote reads it at once, and close the connection."""
+        with suppress(OSError, h11.LocalProtocolError):
+            if connection.stream is not None:
+                _send(connection, code, [("connection", "close")], problem(code, detail), 0.0)
+        # The remote may read the error, unless it sent more than was read.
+        self._forget(connection)
+        self._release(connection, at_once=False)
+
+    def _resume(self, connection: _Connection) -> None:
+        """Wait for the next request of a connection, or for the rest of one."""
+        if connection.stream is None or connection.stream.socket.fileno() < 0:
+            return
+        descriptor = connection.stream.socket.fileno()
+        if connection.member is None:
+            self._pending[descriptor] = connection
+        else:
+            connection.end = time.monotonic() + IDLE_SECONDS
+            self._idle[descriptor] = connection
+        self._selector.register(descriptor, selectors.EVENT_READ)
+        self._advance(connection)
+
+    def after_answer(self, connection: _Connection, *, is_usable: bool) -> None:
+        """Take a connection back whose answer was sent; called in any thread."""
+        if self._closed.is_set() or not is_usable:
+            self._release(connection)
+        else:
+            self._answered.append(connection)
+            self._wake()
 
     def _drop_expired(self) -> None:
         now = time.monotonic()
-        while self._pending:
-            descriptor, one = next(iter(self._pending.items()))
-            if now < one.end:
-                return
-            self._drop(descriptor)
+        for table in (self._pending, self._idle):
+            while table and now >= next(iter(table.values())).end:
+                self._drop(next(iter(table.values())))
 
-    def _drop(self, descriptor: int) -> None:
-        one = self._forget(descriptor)
-        _reset(one.connection if one.stream is None else one.stream.socket)
+    def _drop(self, connection: _Connection) -> None:
+        self._forget(connection)
+        self._release(connection)
 
-    def _forget(self, descriptor: int) -> "_Pending":
-        self._selector.unregister(descriptor)
-        return self._pending.pop(descriptor)
+    def _forget(self, connection: _Connection) -> None:
+        """Wait for nothing on a connection."""
+        descriptor = connection.socket.fileno()
+        is_waiting = self._pending.pop(descriptor, None) or self._idle.pop(descriptor, None)
+        if is_waiting:
+            self._selector.unregister(descriptor)
+
+    def _release(self, connection: _Connection, *, at_once: bool = True) -> None:
+        """Close a connection that nothing waits for."""
+        if connection.member is not None:
+            several = self._by_root[connection.member.root]
+            with self._lock:
+                several.remove(connection)
+                is_last = not several
+            connection.socket.close()
+            if is_last:
+                self._on_presence(connection.member.name, False)
+        elif at_once:
+            _reset(connection.socket)
+        else:
+            # What was sent still arrives.
+            connection.socket.close()
 
 
-@dataclass
-class _Pending:
-    """Connection before the end of its handshake.
+class Responder:
+    """Function that answers one request; without an answer the request is refused at its end."""
 
-    The stream takes the socket over after the first bytes have arrived. The connection is closed at
-    the time `end`.
-    """
+    def __init__(self, listener: Listener, connection: _Connection) -> None:
+        self._listener = listener
+        self._connection = connection
+        self._is_open = True
 
-    connection: socket.socket
-    address: str
-    end: float
-    stream: TlsStream | None = None
+    def __call__(
+        self,
+        code: int,
+        headers: Sequence[tuple[str, str]],
+        body: BytesLike,
+        seconds: float = _SEND_SECONDS,
+    ) -> None:
+        if not self._is_open:
+            return
+        self._is_open = False
+        connection = self._connection
+        is_usable = False
+        # Otherwise the remote is gone, reads too slowly, or wants no further request.
+        with suppress(OSError, ValueError, h11.LocalProtocolError):
+            is_usable = _send(connection, code, headers, body, seconds)
+        self._listener.after_answer(connection, is_usable=is_usable)
+
+    def refuse(self, code: int, detail: str) -> None:
+        """Answer with an error, without waiting for the remote."""
+        self(code, (), problem(code, detail), 0.0)
+
+    def __del__(self) -> None:
+        if self._is_open:
+            self.refuse(403, _REFUSED)
+
+
+def _send(
+    connection: _Connection,
+    code: int,
+    headers: Sequence[tuple[str, str]],
+    body: BytesLike,
+    seconds: float,
+) -> bool:
+    """Send an answer; each MiB of it may take `seconds`. Return True if a request may follow."""
+    stream = connection.stream
+    assert stream is not None
+    view = memoryview(body)
+    head = connection.parser.answer_head(code, headers, len(view))
+    # A short answer is one record of TLS.
+    first = view[: max(0, _RECORD_BYTES - len(head))]
+    stream.write(b"".join((head, first)), seconds)
+    for start in range(len(first), len(view), _PIECE_BYTES):
+        stream.write(view[start : start + _PIECE_BYTES], seconds)
+    return connection.parser.end_answer(view)
 
 
 def _reset(connection: socket.socket) -> None:

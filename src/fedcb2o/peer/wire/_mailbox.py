@@ -8,20 +8,29 @@ Example:
     [b'first', b'']
 """
 
+import base64
+import binascii
 import json
+import os
 import re
+import secrets
 import ssl
 import threading
 import time
 from collections.abc import Iterable
-from contextlib import suppress
 from itertools import chain
 from typing import Any, Protocol
 
+from urllib3.exceptions import HTTPError
+from urllib3.exceptions import TimeoutError as WaitedTooLongError
+
+from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import MAX_FILE_BYTES
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._link import TlsStream
-from fedcb2o.peer.wire._tls import dial
+from fedcb2o.peer.wire._dialer import CONNECT_SECONDS, Pool, tls_error
+from fedcb2o.peer.wire._http import HttpRequest
+from fedcb2o.peer.wire._protocol import MalformedError
+from fedcb2o.peer.wire._tls import client_context, remote_member
 
 MAX_MESSAGE_BYTES = 2**21 + 2**12
 """Longest message: an answer, sealed."""
@@ -39,14 +48,15 @@ _MAX_CARDS_BYTES = 2**21
 _MAX_STATUS_BYTES = 2**10
 _MAX_FORMER_BYTES = MAX_FILE_BYTES + 2**8
 _MAX_VERSION_BYTES = 2**10
-_CONNECT_SECONDS = 4.0
 _FULL_SECONDS = 0.05
 """Pause before a message is sent to a full box again."""
 _MAX_CONNECTIONS = 16
-_ALERT_SECONDS = 0.5
-"""Time for the alert of a relay that refuses a certificate."""
-FORMER = "former"
-"""Status of a relay's reply to a former member; the federation's file follows."""
+FORMER_MEMBER = 410
+"""Status of a relay's reply to a former member, with the federation's file."""
+PROXY_CA = "FEDCB2O_PROXY_CA"
+"""Variable with the file of the authority of a proxy that ends TLS on the way to a relay."""
+_CONTEXT = b"fedcb2o relay request v1\0"
+_SIGNED_TARGET = re.compile(r".*[?&]key=([0-9a-f]{64})&to=([0-9a-f]{64})&nonce=([0-9a-f]{32})")
 BOX_NAME = re.compile(r"[a-z0-9-]{1,63}/[0-9a-f]{32}")
 CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
 
@@ -96,21 +106,21 @@ class Mailbox(Protocol):
 
 
 class RelayMailbox:
-    """Mailbox of a relay, over TLS connections that this member opens."""
+    """Mailbox of a relay, over HTTPS connections that this member opens."""
 
     def __init__(self, relay: Member, identity: Identity) -> None:
         self.relay = relay
         self._identity = identity
-        self._idle: list[TlsStream] = []
-        self._open: set[TlsStream] = set()
+        self._pool: Pool | None = None
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
+        self._lock = threading.Lock()
         self._closed = False
 
     def publish_card(self, name: str, card: bytes) -> None:
-        self._call(f"card {name}", card, _CONNECT_SECONDS)
+        self._call("PUT", f"cards/{name}", CONNECT_SECONDS, body=card)
 
     def cards(self) -> dict[str, bytes]:
-        reply = self._call("cards", b"", _CONNECT_SECONDS, _MAX_CARDS_BYTES)
+        reply = self._call("GET", "cards", CONNECT_SECONDS, _MAX_CARDS_BYTES)
         entries = split_messages(reply, 2 * _MAX_CARDS)
         names = [entry.decode("ascii", "replace") for entry in entries[::2]]
         return dict(zip(names, entries[1::2], strict=False))
@@ -122,17 +132,16 @@ class RelayMailbox:
         the relay does not say.
         """
         try:
-            reply = self._call("federation", b"", _CONNECT_SECONDS)
-            content = json.loads(bytes(reply[:_MAX_VERSION_BYTES]))
+            content = json.loads(self._call("GET", "federation", CONNECT_SECONDS))
         except (OSError, ValueError, RecursionError):
-            return {}  # the relay of an earlier release closes the connection
+            return {}
         return content if isinstance(content, dict) else {}
 
     def put(self, box: str, message: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds
         while True:
             try:
-                self._call(f"put {box}", message, max(0.0, end - time.monotonic()))
+                self._call("PUT", f"boxes/{box}", max(0.0, end - time.monotonic()), body=message)
                 return
             except BlockingIOError:
                 # The receiver has not taken earlier messages yet.
@@ -141,119 +150,134 @@ class RelayMailbox:
                 time.sleep(_FULL_SECONDS)
 
     def take(self, box: str, seconds: float) -> list[bytes]:
-        head = f"take {box} {seconds:.3f}"
-        reply = self._call(head, b"", seconds + _CONNECT_SECONDS, MAX_REPLY_BYTES)
+        resource = f"boxes/{box}?wait={seconds:.3f}"
+        reply = self._call("GET", resource, seconds + CONNECT_SECONDS, MAX_REPLY_BYTES)
         return split_messages(reply, MAX_TAKEN_MESSAGES)
 
     def close(self) -> None:
         self._closed = True
-        for stream in list(self._open):
-            stream.close()
-        while self._idle:
-            self._release(self._idle.pop())
-
-    def _release(self, stream: TlsStream) -> None:
-        self._open.discard(stream)
-        stream.release()
+        self._renew()
 
     def _call(
-        self, head: str, body: bytes, seconds: float, max_bytes: int = _MAX_STATUS_BYTES
-    ) -> memoryview:
-        """Send one request; try once more if a kept connection was lost."""
+        self,
+        method: str,
+        resource: str,
+        seconds: float,
+        max_bytes: int = _MAX_STATUS_BYTES,
+        body: bytes | None = None,
+    ) -> bytes:
+        """Send one signed request; return the content of the reply."""
         end = time.monotonic() + seconds
-        if self._closed:
-            raise ConnectionError("the mailbox is closed")
         if not self._free.acquire(timeout=seconds):
             raise TimeoutError("all connections to the relay are busy")
         try:
-            if self._idle:
-                # A relay closes idle connections, and another thread may take the last one.
-                with suppress(ConnectionError, ssl.SSLError, IndexError):
-                    return self._exchange(self._idle.pop(), head, body, end, max_bytes)
-            if self._closed:
-                raise ConnectionError("the mailbox is closed")
-            return self._exchange(self._connect(end), head, body, end, max_bytes)
+            pool = self._connected_pool()
+            target, headers = self._signed(method, resource)
+            code, content = pool.exchange(
+                method,
+                target,
+                end=end,
+                # The reply to a former member may be longer.
+                max_bytes=max(max_bytes, _MAX_FORMER_BYTES),
+                headers=headers,
+                body=body,
+            )
+        except HTTPError as error:
+            # The certificate may have been renewed, or a proxy may have changed.
+            self._renew()
+            raise _os_error(error) from error
+        except MalformedError:
+            raise ConnectionAbortedError("the reply is too long") from None
         finally:
             self._free.release()
-
-    def _exchange(
-        self, stream: TlsStream, head: str, body: bytes, end: float, max_bytes: int
-    ) -> memoryview:
-        """Send a request on a connection; the reply to a former member may be longer."""
-        try:
-            try:
-                write_frame(stream, end, head.encode(), b"\n", body)
-            except (ConnectionError, ssl.SSLError):
-                # In TLS 1.3 a refusal arrives only when something is read.
-                _raise_alert(stream)
-                raise
-            longest = max(max_bytes, _MAX_FORMER_BYTES)
-            status, content = split_head(read_frame(stream, longest, end))
-        except ValueError as error:
-            self._release(stream)
-            raise ConnectionAbortedError("the relay sends no frame") from error
-        except BaseException:
-            self._release(stream)
-            raise
-        if self._closed or status == FORMER or len(content) > max_bytes:
-            self._release(stream)
-        else:
-            self._idle.append(stream)
-        if status == FORMER:
-            raise FormerMemberError(bytes(content))
+        if code == FORMER_MEMBER:
+            raise FormerMemberError(content)
+        if code == 429:
+            raise BlockingIOError("the box is full")
+        if code == 401:
+            raise PermissionError(_UNKNOWN_SIGNATURE)
+        if code != 200:
+            raise FileNotFoundError(f"the relay refuses a request with the status {code}")
         if len(content) > max_bytes:
             raise ConnectionAbortedError("the reply is too long")
-        if status == "full":
-            raise BlockingIOError("the box is full")
-        if status != "ok":
-            raise FileNotFoundError(f"the relay refuses a message: {status[:60]!r}")
         return content
 
-    def _connect(self, end: float) -> TlsStream:
-        left = min(_CONNECT_SECONDS, max(0.01, end - time.monotonic()))
-        stream, _ = dial(self._identity, self.relay, left)
-        self._open.add(stream)
-        return stream
+    def _signed(self, method: str, resource: str) -> tuple[str, dict[str, str]]:
+        """Return the target of a signed request, and its signature."""
+        sign = "&" if "?" in resource else "?"
+        ends = f"key={self._identity.member.key.hex()}&to={self.relay.key.hex()}"
+        target = f"/v1/{resource}{sign}{ends}&nonce={secrets.token_hex(16)}"
+        signature = self._identity.sign(_CONTEXT + f"{method} {target}".encode())
+        return target, {"Authorization": f"Ed25519 {base64.b64encode(signature).decode()}"}
+
+    def _connected_pool(self) -> Pool:
+        with self._lock:
+            if self._closed:
+                raise ConnectionError("the mailbox is closed")
+            if self._pool is None:
+                context = client_context(self._identity, self.relay)
+                authority = os.environ.get(PROXY_CA)
+                if authority:
+                    _trust(context, authority)
+                check = (lambda connection: None) if authority else self._check
+                self._pool = Pool(self.relay, context, _MAX_CONNECTIONS, check)
+            return self._pool
+
+    def _check(self, connection: ssl.SSLSocket) -> None:
+        remote_member(connection.getpeercert(True) or b"", [self.relay])
+
+    def _renew(self) -> None:
+        with self._lock:
+            pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.close()
 
 
-def _raise_alert(stream: TlsStream) -> None:
-    """Raise the alert of a relay that refused this certificate and closed the connection."""
+_UNKNOWN_SIGNATURE = (
+    "the relay accepts no signature of this member: it holds a federation.toml without this "
+    "member or with another key: ask its operator which version it has"
+)
+
+
+def _trust(context: ssl.SSLContext, authority: str) -> None:
+    """Accept certificates of the authority of a proxy too; messages stay sealed."""
     try:
-        stream.read_exactly(1, time.monotonic() + _ALERT_SECONDS)
-    except ssl.SSLError:
-        raise
-    except OSError:
-        return
+        context.load_verify_locations(authority)
+    except OSError as error:
+        raise ConfigError(
+            f"{PROXY_CA}={authority} cannot be read as certificates in PEM: "
+            f"{error.strerror or error}"
+        ) from error
 
 
-def write_frame(stream: TlsStream, end: float, *parts: bytes) -> None:
-    """Send one frame between a member and a relay, or raise OSError at the time `end`.
+def _os_error(error: HTTPError) -> OSError:
+    """Return an error of urllib3 as one of the operating system or of TLS."""
+    if (failure := tls_error(error)) is not None:
+        return failure
+    causes = (*error.args, error.__cause__)
+    cause = next((one for one in causes if isinstance(one, OSError)), None)
+    if isinstance(error, WaitedTooLongError) and cause is None:
+        return TimeoutError("the relay does not answer")
+    return cause or ConnectionError(str(error))
 
-    The time is monotonic.
+
+def read_signed_target(
+    request: HttpRequest, relay: bytes
+) -> tuple[bytes, bytes, bytes, bytes] | None:
+    """Return the key and nonce of a request to a relay, what is signed, and the signature.
+
+    None stands for a request without them, or to a relay with another key.
     """
-    length = sum(map(len, parts)).to_bytes(4, "little")
-    stream.write(b"".join((length, *parts)), max(0.0, end - time.monotonic()))
-
-
-def split_head(frame: bytes) -> tuple[str, memoryview]:
-    """Split a frame after its first line, without a copy.
-
-    A frame without such a line of at most 200 characters of ASCII is a ValueError.
-    """
-    end = frame.index(b"\n", 0, 201)
-    return frame[:end].decode("ascii"), memoryview(frame)[end + 1 :]
-
-
-def read_frame(stream: TlsStream, max_bytes: int, end: float) -> bytes:
-    """Receive one frame.
-
-    An OSError says that the stream ended, that the monotonic time is `end`, or that the frame is
-    too long.
-    """
-    length = int.from_bytes(stream.read_exactly(4, end), "little")
-    if length > max_bytes:
-        raise ConnectionAbortedError("the frame is too long")
-    return stream.read_exactly(length, end)
+    match = _SIGNED_TARGET.fullmatch(request.target)
+    scheme, _, text = request.headers.get("authorization", "").partition(" ")
+    if match is None or scheme != "Ed25519" or match[2] != relay.hex():
+        return None
+    try:
+        signature = base64.b64decode(text.encode(), validate=True)
+    except (binascii.Error, ValueError):
+        return None
+    message = _CONTEXT + f"{request.method} {request.target}".encode()
+    return bytes.fromhex(match[1]), bytes.fromhex(match[3]), message, signature
 
 
 def join_messages(messages: Iterable[bytes]) -> bytes:

@@ -1,22 +1,25 @@
-"""Messages on the wire (docs/protocol.md): manifests, requests and answers, in fixed layouts.
+"""Messages on the wire (docs/protocol.md): manifests, requests and answers.
 
-All numbers are little-endian. Each value has exactly one encoding, so that signatures and
-comparisons work on bytes. Received bytes are hostile: sizes are compared with the length of the
-data before anything is allocated, and only `MalformedError` is raised. A context precedes signed
-bytes, so that a signature for one purpose is not valid for another.
+A request is the first line and up to two headers of an HTTP request. A manifest has a fixed
+layout, little-endian. Each value has exactly one encoding, so that signatures and comparisons work
+on bytes. Received bytes are hostile: sizes are compared with the length of the data before anything
+is allocated, and only `MalformedError` is raised. A context precedes signed bytes, so that a
+signature for one purpose is not valid for another.
 
 Example:
     >>> num_chunks(CHUNK_BYTES + 1)
     2
 """
 
+import base64
 import hashlib
 import json
+import re
 import struct
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Member
@@ -25,38 +28,37 @@ BytesLike: TypeAlias = bytes | bytearray | memoryview
 _Signer: TypeAlias = Callable[[bytes], bytes]
 ManifestDigest: TypeAlias = tuple[int, int, bytes]  # agent, round, digest of its manifest
 
-_EnumType = TypeVar("_EnumType", bound=IntEnum)
-
 _MAGIC = b"fedcb2o"
 _VERSION = 1
-MINOR_VERSION = 1
-"""Number of compatible additions to this version: 1 adds relays."""
+MINOR_VERSION = 3
+"""Number of changes within this version: 1 adds relays, 3 is HTTPS in place of another protocol."""
 CHUNK_BYTES = 2**20
 MAX_CHUNKS = 2**14  # of one model: 16 GiB encoded
 MAX_DIGESTS = 64  # next to one manifest
 MAX_HELLO_BYTES = 2**20
 ZERO_DIGEST = bytes(32)
+_MANIFEST_TYPE = 1
 SIGNATURE_BYTES = 64
 
 MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
-REQUEST_CONTEXT = b"fedcb2o request v1\0"
+REQUEST_CONTEXT = b"fedcb2o request v2\0"
 HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
-_HEAD = struct.Struct("<7sBBB")  # magic, version, message type, and its encoding, kind or status
+_HEAD = struct.Struct("<7sBBB")  # magic, version, 1 for a manifest, and the model's encoding
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
-_REQUEST = struct.Struct("<7sBBB 32s II II 32s 16s")
-_ANSWER = struct.Struct("<7sBBB 16s")
-_LENGTH = struct.Struct("<I")
-_DIGEST = struct.Struct("<II 32s")
-REQUEST_BYTES = _REQUEST.size + SIGNATURE_BYTES
+MAX_REQUEST_BYTES = 2**9
+_REQUEST = re.compile(
+    rb"GET /v1/(?:hello\?key=(?P<key>[0-9a-f]{64})|manifest\?round=(?P<round>[0-9]{1,10})"
+    rb"|models/(?P<model>[0-9a-f]{64})|witness\?agent=(?P<index>[0-9]{1,10})"
+    rb"&round=(?P<witness>[0-9]{1,10})&digest=(?P<digest>[0-9a-f]{64}))"
+    rb"[?&]run=(?P<run>[0-9a-f]{64})&from=(?P<sender>[0-9]{1,10})&to=(?P<receiver>[0-9]{1,10})"
+    rb"&nonce=(?P<nonce>[0-9a-f]{32})"
+    rb"(?:\nRange: bytes=(?P<first>[0-9]{1,15})-(?P<last>[0-9]{0,15}))?"
+    rb"\nAuthorization: Ed25519 (?P<signature>[A-Za-z0-9+/]{86}==)"
+)
+_OTHER_VERSION = re.compile(rb"[A-Z]{3,4} /v(?!1/)[0-9]{1,3}/")
 MAX_MANIFEST_BYTES = _MANIFEST.size + 32 * MAX_CHUNKS + SIGNATURE_BYTES
-MAX_OFFER_BYTES = _LENGTH.size + MAX_MANIFEST_BYTES + MAX_DIGESTS * _DIGEST.size
-
-
-class _MessageType(IntEnum):
-    MANIFEST = 1
-    REQUEST = 2
-    ANSWER = 3
+MAX_OFFER_BYTES = 4 * MAX_MANIFEST_BYTES // 3 + 2**14
 
 
 class RequestKind(IntEnum):
@@ -64,24 +66,40 @@ class RequestKind(IntEnum):
 
     HELLO = 1  # the receiver's description of itself
     MANIFEST = 2  # of its newest model
-    CHUNK = 3  # of that model
+    MODEL = 3  # the bytes of a model, or a part of them
     WITNESS = 4  # the manifest of another agent, as received
 
 
-class AnswerStatus(IntEnum):
-    """Outcome of a request; only an answer with OK has a body."""
+_KINDS = {
+    "key": RequestKind.HELLO,
+    "round": RequestKind.MANIFEST,
+    "model": RequestKind.MODEL,
+    "index": RequestKind.WITNESS,
+}
+"""Kinds of requests by the field that only they have."""
 
-    OK = 0
-    NOT_YET = 1  # no model for the sender's round exists yet
-    BUSY = 2  # the sender asks too often
-    NOT_HERE = 3  # not available any more, or never was
-    ANOTHER_RUN = 4
-    ANOTHER_VERSION = 5  # of the protocol; the answer has the receiver's version
+
+class AnswerStatus(IntEnum):
+    """Outcome of a request, as a status code of HTTP; only an answer with OK has a body."""
+
+    MALFORMED = 0  # never sent: what arrived is no answer
+    OK = 200
+    NOT_HERE = 404  # not available any more, or never was
+    ANOTHER_VERSION = 409  # of the protocol
+    NO_SUCH_PART = 416  # the model ends before it
+    ANOTHER_RUN = 421
+    BUSY = 429  # the sender asks too often
+    NOT_YET = 503  # no model for the sender's round exists yet
 
     @property
     def label(self) -> str:
         """Text under which the status is counted and shown."""
         return self.name.lower().replace("_", " ")
+
+    @property
+    def is_temporary(self) -> bool:
+        """True if the same request may be answered later."""
+        return self in (AnswerStatus.BUSY, AnswerStatus.NOT_YET)
 
 
 class MalformedError(ValueError):
@@ -146,7 +164,7 @@ class Manifest:
         head = _MANIFEST.pack(
             _MAGIC,
             _VERSION,
-            _MessageType.MANIFEST,
+            _MANIFEST_TYPE,
             self.encoding,
             self.run,
             self.agent,
@@ -188,7 +206,7 @@ def decode_manifest(
 
     Its body and unverified signature are returned too.
     """
-    encoding = _decode_header(data, _MessageType.MANIFEST)
+    encoding = _decode_header(data)
     if len(data) > max_bytes:
         raise MalformedError("length")
     count = (len(data) - _MANIFEST.size - SIGNATURE_BYTES) // 32
@@ -285,17 +303,18 @@ def validate_manifest(
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Signed request of one agent to another, 170 bytes.
+    """Signed request of one agent to another.
 
-    | kind     | round          | index          | digest                     |
-    |----------|----------------|----------------|----------------------------|
-    | HELLO    |                |                | the sender's public key    |
-    | MANIFEST | the sender's   |                |                            |
-    | CHUNK    |                | from 0         | of the manifest            |
-    | WITNESS  | the manifest's | its agent      | of the manifest in doubt   |
-    | WITNESS  |                | an agent       | zeros: its newest manifest |
+    | kind     | round          | index     | digest                     |
+    |----------|----------------|-----------|----------------------------|
+    | HELLO    |                |           | the sender's public key    |
+    | MANIFEST | the sender's   |           |                            |
+    | MODEL    |                |           | of the manifest            |
+    | WITNESS  | the manifest's | its agent | of the manifest in doubt   |
+    | WITNESS  |                | an agent  | zeros: its newest manifest |
 
-    The nonce has 16 random bytes, which are never used twice.
+    MODEL may ask for the bytes from `first` to `last` (included; None: to the end). The nonce has
+    16 random bytes, which are never used twice.
     """
 
     kind: RequestKind
@@ -306,94 +325,126 @@ class Request:
     round: int = 0
     index: int = 0
     digest: bytes = ZERO_DIGEST
+    first: int = 0
+    last: int | None = None
 
     @property
     def body(self) -> bytes:
-        """The unsigned encoding."""
-        return _REQUEST.pack(
-            _MAGIC,
-            _VERSION,
-            _MessageType.REQUEST,
-            self.kind,
-            self.run,
-            self.sender,
-            self.receiver,
-            self.round,
-            self.index,
-            self.digest,
-            self.nonce,
-        )
+        """The signed encoding: the method and the target, then the range."""
+        digest = self.digest.hex()
+        resource = {
+            RequestKind.HELLO: f"hello?key={digest}&",
+            RequestKind.MANIFEST: f"manifest?round={self.round}&",
+            RequestKind.MODEL: f"models/{digest}?",
+            RequestKind.WITNESS: f"witness?agent={self.index}&round={self.round}&digest={digest}&",
+        }[self.kind]
+        ends = f"run={self.run.hex()}&from={self.sender}&to={self.receiver}"
+        text = f"GET /v1/{resource}{ends}&nonce={self.nonce.hex()}"
+        if self.first or self.last is not None:
+            text += f"\nRange: bytes={self.first}-{'' if self.last is None else self.last}"
+        return text.encode()
 
     def encode(self, sign: _Signer) -> bytes:
-        """Return the body, then its signature."""
+        """Return the body, then a line with its signature."""
         body = self.body
-        return body + sign(REQUEST_CONTEXT + body)
+        signature = base64.b64encode(sign(REQUEST_CONTEXT + body))
+        return body + b"\nAuthorization: Ed25519 " + signature
 
 
 def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
-    """Decode a signed request; only its layout is checked.
+    """Decode a signed request; only its form is checked.
 
     Its body and unverified signature are returned too.
     """
-    kind = _decode_header(data, _MessageType.REQUEST)
-    if len(data) != REQUEST_BYTES:
+    if len(data) > MAX_REQUEST_BYTES:
         raise MalformedError("malformed")
-    run, sender, receiver, round, index, digest, nonce = _REQUEST.unpack_from(data)[4:]
+    match = _REQUEST.fullmatch(bytes(data))
+    if match is None:
+        # Another version may have another form, of which nothing else is read.
+        raise MalformedError("version" if _OTHER_VERSION.match(data) else "malformed")
+    fields = match.groupdict()
+    kind = next(kind for name, kind in _KINDS.items() if fields[name] is not None)
+    last = fields["last"]
     request = Request(
-        kind=_decode_enum(RequestKind, kind),
-        run=run,
-        sender=sender,
-        receiver=receiver,
-        nonce=nonce,
-        round=round,
-        index=index,
-        digest=digest,
+        kind=kind,
+        run=bytes.fromhex(fields["run"].decode()),
+        sender=int(fields["sender"]),
+        receiver=int(fields["receiver"]),
+        nonce=bytes.fromhex(fields["nonce"].decode()),
+        round=int(fields["round"] or fields["witness"] or 0),
+        index=int(fields["index"] or 0),
+        digest=bytes.fromhex((fields["key"] or fields["model"] or fields["digest"] or b"").decode())
+        or ZERO_DIGEST,
+        first=int(fields["first"] or 0),
+        last=int(last) if last else None,
     )
-    return request, bytes(data[: _REQUEST.size]), bytes(data[_REQUEST.size :])
+    body = bytes(data[: match.start("signature") - len(b"\nAuthorization: Ed25519 ")])
+    signature = base64.b64decode(fields["signature"])
+    may_have_part = request.kind is RequestKind.MODEL or b"\n" not in body
+    numbers = (request.sender, request.receiver, request.round, request.index)
+    is_canonical = base64.b64encode(signature) == fields["signature"] and request.body == body
+    if not (is_canonical and may_have_part and max(numbers) < 2**32):
+        raise MalformedError("malformed")
+    return request, body, signature
 
 
 @dataclass(frozen=True)
 class Answer:
-    """Unsigned answer to the request with the same nonce."""
+    """Unsigned answer to a request, with further headers of HTTP."""
 
-    nonce: bytes
     status: AnswerStatus
     body: BytesLike = b""
+    headers: tuple[tuple[str, str], ...] = ()
 
     def encode(self) -> bytes:
-        """Encode the answer."""
-        head = _ANSWER.pack(_MAGIC, _VERSION, _MessageType.ANSWER, self.status, self.nonce)
-        return b"".join((head, self.body))
+        """Encode the answer for a sealed message: three digits, a line break, and the body."""
+        return b"".join((b"%d\n" % self.status, self.body))
 
 
 def decode_answer(data: BytesLike) -> Answer:
-    """Decode an answer; its body is a view of `data`."""
-    status = _decode_header(data, _MessageType.ANSWER)
-    if len(data) < _ANSWER.size:
+    """Decode the answer in a sealed message; its body is a view of `data`."""
+    head = bytes(data[:4])
+    if not re.fullmatch(rb"[1-9][0-9]{2}\n", head):
         raise MalformedError("malformed")
-    *_, nonce = _ANSWER.unpack_from(data)
-    return Answer(nonce, _decode_enum(AnswerStatus, status), memoryview(data)[_ANSWER.size :])
+    return Answer(decode_status(int(head)), memoryview(data)[4:])
+
+
+def decode_status(code: int) -> AnswerStatus:
+    """Return the status of a code of HTTP, as far as this protocol has it."""
+    try:
+        return AnswerStatus.OK if code == 206 else AnswerStatus(code)
+    except ValueError:
+        raise MalformedError("malformed") from None
 
 
 def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
-    """Encode the content of an answer to MANIFEST.
+    """Encode the content of an answer to MANIFEST as JSON.
 
     It has at most 64 digests of other agents' manifests.
     """
-    packed = (_DIGEST.pack(*digest) for digest in digests)
-    return b"".join((_LENGTH.pack(len(signed)), signed, *packed))
+    seen = [[agent, n, digest.hex()] for agent, n, digest in digests]
+    return json.dumps({"manifest": base64.b64encode(signed).decode(), "seen": seen}).encode()
 
 
 def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
     """Return the signed manifest in an answer to MANIFEST, and digests of others."""
-    if not _LENGTH.size <= len(body) <= MAX_OFFER_BYTES:
+    if len(body) > MAX_OFFER_BYTES:
         raise MalformedError("malformed")
-    (length,) = _LENGTH.unpack_from(body)
-    end = _LENGTH.size + length
-    num_digests, rest = divmod(len(body) - end, _DIGEST.size)
-    if end > len(body) or rest or num_digests > MAX_DIGESTS:
+    try:
+        content = json.loads(bytes(body))
+        signed = base64.b64decode(content["manifest"].encode(), validate=True)
+        digests = [(agent, n, bytes.fromhex(digest)) for agent, n, digest in content["seen"]]
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+        raise MalformedError("malformed") from None
+    # JSON's true is an int in Python, but no number.
+    are_valid = all(
+        type(agent) is int and type(n) is int and 0 <= min(agent, n) <= max(agent, n) < 2**32
+        for agent, n, digest in digests
+    )
+    have_size = all(len(digest) == len(ZERO_DIGEST) for _, _, digest in digests)
+    if not (are_valid and have_size and len(digests) <= MAX_DIGESTS):
         raise MalformedError("malformed")
-    return bytes(body[_LENGTH.size : end]), list(_DIGEST.iter_unpack(body[end:]))
+    return signed, digests
 
 
 def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> bytes:
@@ -423,20 +474,13 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
     return content
 
 
-def _decode_header(data: BytesLike, message: _MessageType) -> int:
-    """Check the common header, the version first; return the next byte."""
+def _decode_header(data: BytesLike) -> int:
+    """Check the header of a manifest, the version first; return the next byte."""
     if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
     # Another version may have another header, of which nothing else is read.
     if data[len(_MAGIC)] != _VERSION:
         raise MalformedError("version")
-    if len(data) < _HEAD.size or data[8] != message:
+    if len(data) < _HEAD.size or data[8] != _MANIFEST_TYPE:
         raise MalformedError("malformed")
     return data[9]
-
-
-def _decode_enum(enum_type: type[_EnumType], number: int) -> _EnumType:
-    try:
-        return enum_type(number)
-    except ValueError:
-        raise MalformedError("malformed") from None

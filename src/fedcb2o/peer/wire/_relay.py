@@ -1,44 +1,46 @@
-"""Relay: a server of one mailbox folder, to which members connect.
+"""Relay: an HTTPS server of one mailbox folder, to which members connect.
 
-Members need no open port. The relay's certificate is that of an identity of its own. A connection
-needs the certificate of a member; what it may store and take depends on the name in it. A former
-member gets the signed versions of the federation, and nothing else.
+Members need no open port. The relay's certificate is that of an identity of its own. Each request
+is signed by a member, and needs its certificate too unless the relay is for signatures only. What a
+member may store and take depends on its name. A former member gets the signed versions of the
+federation, and nothing else.
 """
 
-import json
 import logging
 import math
+import re
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._link import TlsStream
+from fedcb2o.peer.wire._http import HttpRequest, problem
 from fedcb2o.peer.wire._listener import (
     Listener,
+    Responder,
     open_listening_socket,
     raise_descriptor_limit,
 )
 from fedcb2o.peer.wire._mailbox import (
     BOX_NAME,
     CARD_NAME,
-    FORMER,
+    FORMER_MEMBER,
     MAX_MESSAGE_BYTES,
     MAX_TAKEN_MESSAGES,
     MIN_COUNTED_BYTES,
     join_messages,
-    read_frame,
-    split_head,
-    write_frame,
+    read_signed_target,
 )
+from fedcb2o.peer.wire._pace import Pace
 from fedcb2o.peer.wire._sealing import CARD_BYTES
-from fedcb2o.peer.wire._transport import Pace
+from fedcb2o.peer.wire._transport import federation_state
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_STORED_BYTES = 2**23
@@ -49,28 +51,29 @@ _MAX_WAITING = 4
 """Requests of one member that wait for messages at once; further ones get a reply at once."""
 _CARDS_SECONDS = 0.02
 """Age at which cards are read again."""
-_MAX_LINKS = 32
+_MAX_CONNECTIONS = 32
 """Connections of one member; the newest remain."""
-_MAX_FORMER_LINKS = 4
-"""Connections of one former member at once; further ones are closed."""
-_MAX_FORMER_REQUEST = 2**10
+_MAX_NONCES = 2**11
+"""Remembered nonces of one member."""
+_FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0
+"""Requests of one former member that are answered at once, and later."""
 _FORMER_QUIET_SECONDS = 10.0
 """Time without a connection of a former member, after which the log has a line of the next one."""
-_FORMER_SECONDS = 1.0
-"""Time that the connection of a former member stays after the reply, so that it asks slowly."""
-_IDLE_SECONDS = 120.0
-_REPLY_SECONDS = 30.0
 _MAX_TAKE_SECONDS = 30.0
 _SWEEP_SECONDS = 60.0
 _STORE_POLL_SECONDS = 1.0
 """Time between two looks into the folder, in which only the relay writes."""
+_PLACE = re.compile(
+    r"/v1/(cards|boxes|federation)(?:/([a-z0-9./-]{1,120}))?(?:\?wait=([0-9.]{1,8}))?"
+)
 
 
 class Relay:
     """Relay of one federation, whose members may connect.
 
     The relay's identity is its own, and no member. It listens at "HOST:PORT", by default the
-    endpoint of the identity. Its messages are in a folder, by default a temporary one.
+    endpoint of the identity. Its messages are in a folder, by default a temporary one. With
+    `signatures_only` it asks for no certificate, so that a proxy may end TLS on the way.
     """
 
     def __init__(
@@ -80,34 +83,28 @@ class Relay:
         *,
         listen: str | None = None,
         folder: Path | None = None,
+        signatures_only: bool = False,
     ) -> None:
         identity.check_certificate()
         raise_descriptor_limit()
         self._temporary = None if folder else tempfile.TemporaryDirectory(prefix="fedcb2o-relay-")
         place = folder or Path(self._temporary.name if self._temporary else "")
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        names = [member.name for member in federation.members.values()]
+        members = [*federation.members.values()]
+        names = [member.name for member in members]
         self._mailbox = FolderMailbox(
             place, names, poll_seconds=_STORE_POLL_SECONDS, max_messages=MAX_TAKEN_MESSAGES
         )
-        self._links: dict[str, list[TlsStream]] = {
-            member.name: [] for member in federation.members.values()
-        }
-        self._roots = {member.name: member.root for member in federation.members.values()}
-        roots = {*self._roots.values()}
-        former = [one for _, one in federation.former_members() if one.root not in roots]
-        self._former_links = Counter[str]()
+        keys = {member.key for member in members}
+        former = {one.key: one for _, one in federation.former_members() if one.key not in keys}
+        self._key = identity.member.key
+        self._members = {member.key: member for member in members}
+        self._former = former
         self._former_seen: dict[str, float] = {}
         self._file = file_content(federation)
-        self._version = json.dumps(
-            {
-                "run": federation.run.hex(),
-                "version": federation.version,
-                "federation": federation.digest.hex(),
-            }
-        ).encode()
-        self._boxes: dict[str, dict[str, None]] = {name: {} for name in self._links}
-        self._paces = {name: Pace() for name in self._links}
+        self._state = federation_state(federation)
+        self._boxes: dict[str, dict[str, None]] = {name: {} for name in names}
+        self._nonces = defaultdict[bytes, deque[bytes]](lambda: deque(maxlen=_MAX_NONCES))
         self._waiting = Counter[str]()  # requests that wait for messages, by member
         self._stored = _StoredBytes(self._mailbox)
         self._cards = b""
@@ -116,10 +113,27 @@ class Relay:
         # Senders and receivers, of which the log has a line.
         self._overfilled = set[tuple[str, str]]()
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        socket = open_listening_socket(listen or identity.member.endpoint)
-        accepted = [*federation.members.values(), *former]
-        self._listener = Listener(socket, identity, accepted, self._on_link)
+        # Each connection has at most one request, so that no member makes others wait.
+        accepted = [*members, *former.values()]
+        self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS * len(accepted), "relay")
+        roots = {member.root for member in members}
+        paces = {
+            one.root: Pace(_FORMER_BURST, _FORMER_PER_SECOND)
+            for one in former.values()
+            if one.root not in roots
+        }
+        self._listener = Listener(
+            open_listening_socket(listen or identity.member.endpoint),
+            identity,
+            accepted,
+            self._on_request,
+            max_body=MAX_MESSAGE_BYTES,
+            max_connections=_MAX_CONNECTIONS,
+            authenticate=self._signer,
+            has_clients=not signatures_only,
+            on_presence=self._on_presence,
+            paces=paces,
+        )
         self._listener.start()
 
     @property
@@ -129,8 +143,8 @@ class Relay:
 
     def connections(self) -> dict[str, int]:
         """Return the number of connections of each member by name."""
-        with self._lock:
-            return {name: len(streams) for name, streams in self._links.items()}
+        counts = self._listener.connections(self._members.values())
+        return {member.name: counts[member.name] for member in self._members.values()}
 
     def counts(self) -> Counter[str]:
         """Return what was passed on so far.
@@ -149,12 +163,9 @@ class Relay:
 
     def close(self) -> None:
         """Close all connections and remove a temporary folder."""
-        self._closed.set()
+        self._mailbox.close()
         self._listener.close()
-        with self._lock:
-            streams = [stream for streams in self._links.values() for stream in streams]
-        for stream in streams:
-            stream.close()
+        self._pool.shutdown(wait=True, cancel_futures=True)
         if self._temporary is not None:
             self._temporary.cleanup()
 
@@ -164,103 +175,82 @@ class Relay:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _on_link(self, stream: TlsStream, member: Member, expires: float) -> None:
-        """Serve a connection of a member; its newest ones replace older ones."""
-        if self._closed.is_set():
-            stream.release()
-            return
-        name = member.name
-        if member.root != self._roots.get(name):
-            self._on_former_link(stream, name)
-            return
-        streams = self._links[name]
-        with self._lock:
-            streams.append(stream)
-            surplus = streams[:-_MAX_LINKS]
-            is_first = len(streams) == 1
-        if is_first:
-            self._log(logging.INFO, f"{name} is connected", name)
-        for old in surplus:
-            old.close()
-        threading.Thread(
-            target=self._serve_link, args=(stream, name, expires), name="relay-link", daemon=True
-        ).start()
+    def _signer(self, request: HttpRequest) -> Member | None:
+        """Return the member, or former member, that signed a request, once."""
+        signed = read_signed_target(request, self._key)
+        if signed is None:
+            return None
+        key, nonce, message, signature = signed
+        member = self._members.get(key) or self._former.get(key)
+        if member is None or nonce in self._nonces[key] or not member.verify(message, signature):
+            return None
+        self._nonces[key].append(nonce)
+        return member
 
-    def _on_former_link(self, stream: TlsStream, name: str) -> None:
-        """Show a former member the versions of the federation."""
+    def _on_presence(self, name: str, is_connected: bool) -> None:
+        if name in self._boxes:
+            text = "is connected" if is_connected else "has no connection"
+            self._log(logging.INFO, f"{name} {text}", name)
+
+    def _on_request(self, request: HttpRequest, respond: Responder) -> None:
+        """Answer a request in a thread of its own, because it may wait."""
+        assert request.member is not None
+        if request.member.key in self._former:
+            self._note_former(request.member.name)
+        self._pool.submit(self._answer, request.member, request, respond)
+
+    def _note_former(self, name: str) -> None:
         now = time.monotonic()
         with self._lock:
             is_new = now - self._former_seen.get(name, -math.inf) > _FORMER_QUIET_SECONDS
             self._former_seen[name] = now
-            has_room = self._former_links[name] < _MAX_FORMER_LINKS
-            self._former_links[name] += has_room
         if is_new:
             state = (
-                "with a former certificate" if name in self._roots else "and is no member any more"
+                "with a former certificate" if name in self._boxes else "and is no member any more"
             )
             text = f"{name} connects {state}: it is shown the signed versions"
             self._log(logging.INFO, text, name)
-        if not has_room:
-            stream.release()
+
+    def _answer(self, member: Member, request: HttpRequest, respond: Responder) -> None:
+        code, content = FORMER_MEMBER, self._file
+        if member.key not in self._former:
+            try:
+                code, content = self._reply(member.name, request)
+            except Exception:
+                _LOGGER.exception("a request could not be handled")
+                code, content = 500, b"the request could not be handled"
+        if code == FORMER_MEMBER:
+            respond(code, [("content-type", "application/toml")], content)
             return
-        threading.Thread(
-            target=self._serve_former, args=(stream, name), name="relay-former", daemon=True
-        ).start()
-
-    def _serve_former(self, stream: TlsStream, name: str) -> None:
-        try:
-            end = time.monotonic() + _REPLY_SECONDS
-            read_frame(stream, _MAX_FORMER_REQUEST, end)
-            write_frame(stream, end, FORMER.encode() + b"\n", self._file)
-            self._closed.wait(_FORMER_SECONDS)
-        except (OSError, ValueError):
-            pass  # lost, silent, or a malformed frame
-        finally:
-            stream.release()
-            with self._lock:
-                self._former_links[name] -= 1
-
-    def _serve_link(self, stream: TlsStream, name: str, expires: float) -> None:
-        try:
-            while time.time() < expires and not self._closed.is_set():
-                frame = read_frame(stream, MAX_MESSAGE_BYTES, time.monotonic() + _IDLE_SECONDS)
-                self._paces[name].wait(self._closed)
-                parts = self._reply(name, frame)
-                write_frame(stream, time.monotonic() + _REPLY_SECONDS, *parts)
-        except (OSError, ValueError):
-            pass  # lost, silent, or a malformed frame
-        finally:
-            stream.release()
-            with self._lock:
-                self._links[name].remove(stream)
-                is_last = not self._links[name]
-            if is_last:
-                self._log(logging.INFO, f"{name} has no connection", name)
+        headers = [("retry-after", "1")] if code == 429 else []
+        respond(code, headers, problem(code, content.decode()) if code >= 400 else content)
 
     def _log(self, level: int, text: str, member: str) -> None:
         _LOGGER.log(level, "relay: %s", text, extra={"data": {"member": member}})
 
-    def _reply(self, name: str, frame: bytes) -> tuple[bytes, ...]:
-        """Carry out one request of a member.
+    def _reply(self, name: str, request: HttpRequest) -> tuple[int, bytes]:
+        """Carry out one request of a member; return the status and the content.
 
-        A malformed one, or one for a box of another member, is a ValueError.
+        The content of an error is its description.
         """
-        head, body = split_head(frame)
-        command, place, seconds = (*head.split(" "), "", "")[:3]
-        if command == "cards":
-            return b"ok\n", self._all_cards()
-        if command == "federation":
-            return b"ok\n", self._version
-        if command == "put" and BOX_NAME.fullmatch(place):
-            return (self._store(name, place, body),)
+        match = _PLACE.match(request.target)
+        resource, place, seconds = match.groups(default="") if match else ("", "", "")
+        command = f"{request.method} {resource}"
+        if command == "GET cards":
+            return 200, self._all_cards()
+        if command == "GET federation":
+            return 200, self._state
+        if command == "PUT boxes" and BOX_NAME.fullmatch(place):
+            return self._store(name, place, request.body)
         is_own_card = CARD_NAME.fullmatch(place) and place.partition(".")[0] == name
-        if command == "card" and is_own_card and len(body) in (0, CARD_BYTES):
-            self._mailbox.publish_card(place, bytes(body))
-            return (b"ok\n",)
-        if command == "take" and BOX_NAME.fullmatch(place) and place.partition("/")[0] == name:
+        if command == "PUT cards" and is_own_card and len(request.body) in (0, CARD_BYTES):
+            self._mailbox.publish_card(place, request.body)
+            return 200, b""
+        if command == "GET boxes" and BOX_NAME.fullmatch(place) and place.startswith(f"{name}/"):
             self._keep_box(name, place)
-            return b"ok\n", join_messages(self._take(name, place, float(seconds)))
-        raise ValueError("no such request, or not of this member")
+            with suppress(ValueError):
+                return 200, join_messages(self._take(name, place, float(seconds or 0)))
+        return 403, b"no such request, or not of this member"
 
     def _all_cards(self) -> bytes:
         """Return all cards, which many members ask for at once."""
@@ -290,7 +280,7 @@ class Relay:
             yield name.encode()
             yield card
 
-    def _store(self, sender: str, box: str, message: memoryview) -> bytes:
+    def _store(self, sender: str, box: str, message: bytes) -> tuple[int, bytes]:
         """Store a message, unless there is no such box or it has too many of this sender."""
         receiver = box.partition("/")[0]
         outcome = "full"
@@ -310,7 +300,9 @@ class Relay:
         if is_new:
             text = f"the box of {receiver} is full, and messages of {sender} are refused"
             self._log(logging.WARNING, text, receiver)
-        return b"ok\n" if outcome == "stored" else f"{outcome}\n".encode()
+        return {"stored": (200, b""), "full": (429, b"the box is full")}.get(
+            outcome, (404, b"no such box")
+        )
 
     def _keep_box(self, name: str, box: str) -> None:
         """Note a member's box; its newest ones replace older ones."""
@@ -335,7 +327,7 @@ class _StoredBytes:
         self._lock = threading.Lock()
         self._sender_locks = defaultdict[str, threading.Lock](threading.Lock)
 
-    def put(self, box: str, message: memoryview, sender: str) -> bool:
+    def put(self, box: str, message: bytes, sender: str) -> bool:
         """Store a message and return True, unless the box has too many of this sender.
 
         `box` is "MEMBER/SESSION" of the receiver. An OSError says that there is no such box, or

@@ -19,18 +19,25 @@ from queue import Empty, Queue
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import Federation, file_content, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
+from fedcb2o.peer.wire._dialer import LEASE_SECONDS
 from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._link import LEASE_SECONDS, SEND_SECONDS
 from fedcb2o.peer.wire._mailbox import FormerMemberError, Mailbox, RelayMailbox
-from fedcb2o.peer.wire._protocol import BytesLike, MalformedError
+from fedcb2o.peer.wire._pace import Pace
+from fedcb2o.peer.wire._protocol import (
+    MAX_REQUEST_BYTES,
+    Answer,
+    AnswerStatus,
+    BytesLike,
+    MalformedError,
+    decode_answer,
+)
 from fedcb2o.peer.wire._sealing import Card, Sealed, SealedKind, Session
 from fedcb2o.peer.wire._transport import (
     ASK_SECONDS,
     CLOSE_SECONDS,
-    MAX_REQUEST_BYTES,
-    Pace,
+    SEND_SECONDS,
+    Https,
     RequestHandler,
-    Zenoh,
 )
 
 _CARD_SECONDS = 0.5
@@ -137,7 +144,7 @@ class Relayed:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[BytesLike]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[Answer]:
         card = self._cards_by_peer().get(peer)
         if card is None or timeout <= 0:
             return iter(())
@@ -156,11 +163,11 @@ class Relayed:
 
     def _iterate_answers(
         self, id: int, answers: "Queue[bytes | None]", end: float
-    ) -> Iterator[BytesLike]:
+    ) -> Iterator[Answer]:
         try:
-            answer = answers.get(timeout=max(0.0, end - time.monotonic()))
-            if answer:
-                yield answer
+            content = answers.get(timeout=max(0.0, end - time.monotonic()))
+            if content:
+                yield _read_answer(content)
         except Empty:
             return
         finally:
@@ -343,7 +350,7 @@ class Relayed:
             self._handler(sealed.content, reply)
         except Exception:
             logging.getLogger(__name__).exception("a request could not be handled")
-            reply(b"")
+            reply(None)
         return True
 
     def _on_answer(self, sealed: Sealed) -> bool:
@@ -412,29 +419,37 @@ class _Reply:
         self._request = request
         self._is_open = True
 
-    def __call__(self, answer: bytes) -> None:
+    def __call__(self, answer: Answer | None) -> None:
         if not self._is_open:
             return
         self._is_open = False
         seconds = SEND_SECONDS if answer else ASK_SECONDS
         request = self._request
         with suppress(OSError, MalformedError):  # the relay or the sender is gone
-            self._transport._put(request.card, SealedKind.ANSWER, request.id, answer, seconds)
+            content = b"" if answer is None else answer.encode()
+            self._transport._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
 
     def __del__(self) -> None:
         if not self._transport._closed.is_set():
-            self(b"")
+            self(None)
+
+
+def _read_answer(content: bytes) -> Answer:
+    try:
+        return decode_answer(content)
+    except MalformedError:
+        return Answer(AnswerStatus.MALFORMED)
 
 
 class Mixed:
     """Transport over direct links where they exist, and through a mailbox elsewhere."""
 
-    def __init__(self, direct: Zenoh, relayed: Relayed) -> None:
+    def __init__(self, direct: Https, relayed: Relayed) -> None:
         self.direct = direct
         self.relayed = relayed
         self.is_listening = True
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[BytesLike]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[Answer]:
         if peer in self.direct.connected_peers():
             return self.direct.ask(peer, request, timeout)
         return self.relayed.ask(peer, request, timeout)
@@ -460,7 +475,7 @@ def open_transport(
     relay: Path | str | None = None,
     is_checking: bool = False,
     on_removal: Callable[[str], None] = lambda notice: None,
-) -> Zenoh | Mixed:
+) -> Https | Mixed:
     """Open direct links, and a mailbox if one is given.
 
     `listen` is the member's own endpoint, or another "HOST:PORT". `relay` is a folder, or the
@@ -475,7 +490,7 @@ def open_transport(
                 "give --relay, a folder or the member file of a relay"
             )
     mailbox = None if relay is None else _open_mailbox(Path(relay), federation, identity)
-    direct = Zenoh(federation, identity, listen=listen)
+    direct = Https(federation, identity, listen=listen)
     if mailbox is None:
         return direct
     relayed = Relayed(federation, identity, mailbox, is_checking=is_checking, on_removal=on_removal)

@@ -6,8 +6,8 @@ that needs longer than `slow_after_seconds` no longer counts among the simultane
 another thread takes its place.
 
 Example:
-    >>> Snapshot(b"manifest", bytes(2**20 + 3)).chunk(1).nbytes
-    3
+    >>> Snapshot(b"manifest", bytes(10)).part(4, None).nbytes
+    6
 """
 
 import logging
@@ -24,9 +24,7 @@ from fedcb2o.peer.membership.federation_schema import Limits
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire._equivocation import Ledger
 from fedcb2o.peer.wire._protocol import (
-    CHUNK_BYTES,
     MAX_HELLO_BYTES,
-    REQUEST_BYTES,
     REQUEST_CONTEXT,
     Answer,
     AnswerStatus,
@@ -39,14 +37,16 @@ from fedcb2o.peer.wire._protocol import (
     decode_request,
     encode_hello,
     encode_offer,
+    num_chunks,
 )
 from fedcb2o.peer.wire._transport import Reply
 
-_AnswerContent: TypeAlias = Callable[[], tuple[AnswerStatus, BytesLike]]
+_AnswerContent: TypeAlias = Callable[[], Answer]
 
 MAX_PENDING = 16  # waiting requests of one member; from then on BUSY, from twice as many nothing
 MAX_BUSY_ANSWERS = 16  # answers to one member that it asks too often, until it has asked less
 MAX_NONCES = 2048  # remembered, of one member
+_JSON = (("content-type", "application/json"),)
 _FOREIGN_LIMITS = Limits(answers_per_minute=60, uploads=1, per_peer=1)
 """Limits of a member's requests of other runs, and of all requests with another version together.
 
@@ -71,9 +71,9 @@ class Snapshot:
         """Digest of the manifest."""
         return self.decoded_manifest.digest
 
-    def chunk(self, k: int) -> memoryview:
-        """Return chunk `k` from 0 without copying it; empty after the last chunk."""
-        return memoryview(self.content).cast("B")[k * CHUNK_BYTES : (k + 1) * CHUNK_BYTES]
+    def part(self, first: int, last: int | None) -> memoryview:
+        """Return the bytes from `first` to `last`, or to the end, without copying them."""
+        return memoryview(self.content).cast("B")[first : None if last is None else last + 1]
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,7 @@ class _ClientQuota:
     id: int | None  # None for senders with another version
     tokens: float
     updated: float  # time of the last change of `tokens`
-    queue: deque[tuple[bytes, Reply, _AnswerContent]] = field(default_factory=deque)
+    queue: deque[tuple[Reply, _AnswerContent]] = field(default_factory=deque)
     active: int = 0
     nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
 
@@ -243,7 +243,7 @@ class Server:
         try:
             request, body, signature = decode_request(data)
         except MalformedError as error:
-            if error.reason == "version" and len(data) >= REQUEST_BYTES:
+            if error.reason == "version":
                 self._answer_other_version(reply)
             return error.reason
 
@@ -277,22 +277,24 @@ class Server:
         with self._changed:
             if not quota.accept_nonce(request.nonce):
                 return "replay"
-            quota.tokens -= 1
+            cost = self._cost(sender, request)
+            may_answer = quota.tokens >= cost
+            quota.tokens -= cost if may_answer else 1
             reason = ""
             content: _AnswerContent = partial(self._answer_content, sender, request)
-            if quota.tokens < 0:
+            if not may_answer:
                 reason = "rate"
-                content = partial(_empty_answer, AnswerStatus.BUSY)
+                content = partial(Answer, AnswerStatus.BUSY)
             elif not is_same_run and request.kind is not RequestKind.HELLO:
                 reason = "run"
-                content = partial(_empty_answer, AnswerStatus.ANOTHER_RUN)
+                content = partial(Answer, AnswerStatus.ANOTHER_RUN)
             elif sender in self.incompatible and request.kind is not RequestKind.HELLO:
                 reason = "version"
-                content = partial(_empty_answer, AnswerStatus.ANOTHER_VERSION)
+                content = partial(Answer, AnswerStatus.ANOTHER_VERSION)
             elif len(quota.queue) >= MAX_PENDING:
                 reason = "pending"
-                content = partial(_empty_answer, AnswerStatus.BUSY)
-            self._enqueue(quota, request.nonce, reply, content)
+                content = partial(Answer, AnswerStatus.BUSY)
+            self._enqueue(quota, reply, content)
         return reason
 
     def _greet_former(
@@ -310,25 +312,24 @@ class Server:
                 return "replay"
             quota.tokens -= 1
             content = partial(self._hello_with_file, request.nonce)
-            self._enqueue(quota, request.nonce, reply, content)
+            self._enqueue(quota, reply, content)
         return ""
 
-    def _hello_with_file(self, nonce: bytes) -> tuple[AnswerStatus, BytesLike]:
+    def _hello_with_file(self, nonce: bytes) -> Answer:
         """Return a description of this agent with the signed versions, if they fit."""
         content = {**self._hello_content(), "file": file_content(self._federation).decode()}
-        answer = encode_hello(content, nonce, self._identity.sign)
-        if len(answer) > MAX_HELLO_BYTES:
-            answer = encode_hello(self._hello_content(), nonce, self._identity.sign)
-        return AnswerStatus.OK, answer
+        body = encode_hello(content, nonce, self._identity.sign)
+        if len(body) > MAX_HELLO_BYTES:
+            body = encode_hello(self._hello_content(), nonce, self._identity.sign)
+        return Answer(AnswerStatus.OK, body, _JSON)
 
     def _answer_other_version(self, reply: Reply) -> None:
         with self._changed:
             quota = self._quotas[None]
             if quota.remaining(self._clock()) >= 1:
                 quota.tokens -= 1
-                content = partial(_empty_answer, AnswerStatus.ANOTHER_VERSION)
-                # The layout of the request is unknown, and so is its nonce.
-                self._enqueue(quota, bytes(16), reply, content)
+                content = partial(Answer, AnswerStatus.ANOTHER_VERSION)
+                self._enqueue(quota, reply, content)
 
     def _log_failure(self) -> str:
         """Log the first unexpected error."""
@@ -336,13 +337,11 @@ class Server:
             logging.getLogger(__name__).exception("a request could not be answered")
         return "failed"
 
-    def _enqueue(
-        self, quota: _ClientQuota, nonce: bytes, reply: Reply, content: _AnswerContent
-    ) -> None:
+    def _enqueue(self, quota: _ClientQuota, reply: Reply, content: _AnswerContent) -> None:
         """Queue an answer, unless too many wait; the caller holds the lock."""
         if self._closed or len(quota.queue) >= 2 * MAX_PENDING:
             return
-        quota.queue.append((nonce, reply, content))
+        quota.queue.append((reply, content))
         self._waiting.setdefault(id(quota), quota)
         self._ensure_idle_thread()
         self._changed.notify()
@@ -366,33 +365,27 @@ class Server:
             del task
 
     def _send_answer(
-        self,
-        thread_id: int,
-        quota: _ClientQuota,
-        nonce: bytes,
-        reply: Reply,
-        content: _AnswerContent,
+        self, thread_id: int, quota: _ClientQuota, reply: Reply, content: _AnswerContent
     ) -> None:
         """Compute and send one answer, which may take long."""
-        status: AnswerStatus | None
+        answer: Answer | None = None
         try:
-            status, body = content()
-            answer = Answer(nonce, status, body).encode()
+            answer = content()
             reply(answer)
         except Exception:
             # It ends this answer, but not the thread.
-            status, answer = None, b""
+            answer = None
             self._log_failure()
         with self._changed:
             quota.active -= 1
             del self._busy_since[thread_id]
-            self._answered += status is AnswerStatus.OK
-            self._refused["failed"] += status is None
-            if quota.id is not None:
-                self._sent[quota.id] += len(answer)
+            self._answered += answer is not None and answer.status is AnswerStatus.OK
+            self._refused["failed"] += answer is None
+            if quota.id is not None and answer is not None:
+                self._sent[quota.id] += len(answer.body)
             self._changed.notify()
 
-    def _dequeue(self, thread_id: int) -> tuple[_ClientQuota, bytes, Reply, _AnswerContent] | None:
+    def _dequeue(self, thread_id: int) -> tuple[_ClientQuota, Reply, _AnswerContent] | None:
         """Wait for a thread's next answer; None after the server was closed."""
         with self._changed:
             while not self._closed:
@@ -422,40 +415,61 @@ class Server:
                 return quota
         return None
 
-    def _answer_content(self, sender: int, request: Request) -> tuple[AnswerStatus, BytesLike]:
+    def _visible(self, sender: int) -> list[Snapshot]:
+        """Return the snapshots that a member may download, the newest first."""
+        visible = [overrides.get(sender, snapshot) for snapshot, overrides in self._published]
+        return [snapshot for snapshot in visible if snapshot is not None]
+
+    def _find(self, sender: int, request: Request) -> tuple[Snapshot, memoryview] | None:
+        """Return the snapshot that a request for a model names, and the part of it."""
+        for snapshot in self._visible(sender):
+            if snapshot.digest == request.digest:
+                return snapshot, snapshot.part(request.first, request.last)
+        return None
+
+    def _cost(self, sender: int, request: Request) -> int:
+        """Return the number of answers as which a request counts: one for each MiB of a model."""
+        found = self._find(sender, request) if request.kind is RequestKind.MODEL else None
+        return 1 if found is None else max(1, num_chunks(found[1].nbytes))
+
+    def _answer_content(self, sender: int, request: Request) -> Answer:
         """Return the answer to a valid request."""
         if request.kind is RequestKind.HELLO:
             content = encode_hello(self._hello_content(), request.nonce, self._identity.sign)
-            return AnswerStatus.OK, content
+            return Answer(AnswerStatus.OK, content, _JSON)
         if request.kind is RequestKind.WITNESS:
             signed = self._ledger.get(request.index, request.round, request.digest)
-            return (AnswerStatus.NOT_HERE, b"") if signed is None else (AnswerStatus.OK, signed)
-
-        visible = [overrides.get(sender, snapshot) for snapshot, overrides in self._published]
-        snapshots = [snapshot for snapshot in visible if snapshot is not None]
+            return (
+                Answer(AnswerStatus.NOT_HERE) if signed is None else Answer(AnswerStatus.OK, signed)
+            )
         if request.kind is RequestKind.MANIFEST:
-            return self._newest_offer(snapshots, request.round)
-        for snapshot in snapshots:
-            num_chunks = len(snapshot.decoded_manifest.chunks)
-            if snapshot.digest == request.digest and request.index < num_chunks:
-                return AnswerStatus.OK, snapshot.chunk(request.index)
-        return AnswerStatus.NOT_HERE, b""
+            return self._newest_offer(self._visible(sender), request.round)
+        found = self._find(sender, request)
+        if found is None:
+            return Answer(AnswerStatus.NOT_HERE)
+        snapshot, part = found
+        size = snapshot.decoded_manifest.size
+        if not part:
+            return Answer(
+                AnswerStatus.NO_SUCH_PART, headers=(("content-range", f"bytes */{size}"),)
+            )
+        headers = [("etag", f'"{request.digest.hex()}"'), ("accept-ranges", "bytes")]
+        if part.nbytes < size:
+            last = request.first + part.nbytes - 1
+            headers.append(("content-range", f"bytes {request.first}-{last}/{size}"))
+        return Answer(AnswerStatus.OK, part, tuple(headers))
 
-    def _newest_offer(self, snapshots: list[Snapshot], n: int) -> tuple[AnswerStatus, BytesLike]:
+    def _newest_offer(self, snapshots: list[Snapshot], n: int) -> Answer:
         """Return the newest manifest for an agent in round `n`, with digests."""
         rounds = [snapshot.decoded_manifest.round for snapshot in snapshots]
         if self._federation.synchronous:
             if n not in rounds:
                 is_past = bool(rounds) and n < min(rounds)
-                return AnswerStatus.NOT_HERE if is_past else AnswerStatus.NOT_YET, b""
+                return Answer(AnswerStatus.NOT_HERE if is_past else AnswerStatus.NOT_YET)
             chosen = snapshots[rounds.index(n)]
         elif not rounds or rounds[0] < n - self._federation.lag:
-            return AnswerStatus.NOT_YET, b""
+            return Answer(AnswerStatus.NOT_YET)
         else:
             chosen = snapshots[0]
         others = [digest for digest in self._ledger.digests() if digest[0] != self._agent_id]
-        return AnswerStatus.OK, encode_offer(chosen.manifest, others)
-
-
-def _empty_answer(status: AnswerStatus) -> tuple[AnswerStatus, BytesLike]:
-    return status, b""
+        return Answer(AnswerStatus.OK, encode_offer(chosen.manifest, others), _JSON)

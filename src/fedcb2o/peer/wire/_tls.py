@@ -4,24 +4,27 @@ TLS accepts any certificate under a trusted root. The member of a link is the on
 the certificate directly. No other name in a certificate counts.
 """
 
-import socket
 import ssl
-import time
+import traceback
 from collections.abc import Iterable
 from datetime import datetime
 
 from cryptography import x509
 from cryptography.x509.oid import NameOID
 
-from fedcb2o.peer.membership.certificates import is_direct_issuer, parse_endpoint
+from fedcb2o.peer.membership.certificates import is_direct_issuer
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._link import TlsStream
 
 
-def server_context(identity: Identity, members: Iterable[Member]) -> ssl.SSLContext:
-    """Return the certificates of a listening end, which accepts those of members only."""
+def server_context(
+    identity: Identity, members: Iterable[Member], *, has_clients: bool = True
+) -> ssl.SSLContext:
+    """Return the certificates of a listening end, which accepts those of members only.
+
+    Without `has_clients` it asks for none.
+    """
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
-    context.verify_mode = ssl.CERT_REQUIRED
+    context.verify_mode = ssl.CERT_REQUIRED if has_clients else ssl.CERT_NONE
     # Without resumption every link shows a certificate that is valid now.
     context.num_tickets = 0
     return context
@@ -35,6 +38,7 @@ def client_context(identity: Identity, member: Member) -> ssl.SSLContext:
 def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSLContext:
     context = ssl.SSLContext(protocol)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.set_alpn_protocols(["http/1.1"])
     context.load_verify_locations(cadata="".join(roots))
     # Without a password, OpenSSL would ask for one on the terminal.
     password = identity.passphrase or b""
@@ -42,13 +46,13 @@ def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSL
     return context
 
 
-def remote_member(stream: TlsStream, members: Iterable[Member]) -> tuple[Member, datetime]:
-    """Return the member at the other end of a stream, and the expiry of its certificate.
+def remote_member(der: bytes, members: Iterable[Member]) -> tuple[Member, datetime]:
+    """Return the member that has a certificate, and its expiry.
 
     It is the first one whose root issued the certificate directly. Without one, the error is that
     of a certificate that TLS refuses.
     """
-    certificate = x509.load_der_x509_certificate(stream.certificate)
+    certificate = x509.load_der_x509_certificate(der)
     names = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
     for member in members:
         is_issuer = [name.value for name in names] == [member.name]
@@ -60,18 +64,9 @@ def remote_member(stream: TlsStream, members: Iterable[Member]) -> tuple[Member,
     raise error
 
 
-def dial(identity: Identity, member: Member, seconds: float) -> tuple[TlsStream, datetime]:
-    """Connect to a member's endpoint, and return the expiry of its certificate too.
-
-    Its root alone is trusted. The connection and the handshake may take `seconds` each.
-    """
-    host, port = parse_endpoint(member.endpoint)
-    context = client_context(identity, member)
-    connection = socket.create_connection((str(host), port), timeout=seconds)
-    stream = TlsStream(connection, context, str(host))
-    try:
-        stream.handshake(time.monotonic() + seconds)
-        return stream, remote_member(stream, [member])[1]
-    except BaseException:
-        stream.release()
-        raise
+def close_wrapped(error: Exception) -> None:
+    """Close the socket that `wrap_socket` made and leaves open where it fails (Python 3.11)."""
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        wrapped = frame.f_locals.get("self")
+        if isinstance(wrapped, ssl.SSLSocket):
+            wrapped.close()

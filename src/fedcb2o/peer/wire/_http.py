@@ -1,0 +1,147 @@
+"""Requests of HTTP/1.1 as bytes: one at a time, within bounds, read by h11.
+
+Whatever two programs could read differently is refused: chunks, repeated or encoded parts, several
+requests at once.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from http import HTTPStatus
+
+import h11
+
+from fedcb2o.peer.membership.identity import Member
+from fedcb2o.peer.wire._protocol import BytesLike
+
+MAX_HEADER_BYTES = 2**14
+_TARGET = re.compile(rb"/v[0-9]{1,3}/[A-Za-z0-9/?&=._-]{1,500}")
+_UNIQUE_HEADERS = (b"authorization", b"range", b"content-length", b"host")
+
+
+@dataclass(frozen=True)
+class HttpRequest:
+    """A request; the names of headers are in small letters.
+
+    The member is that of the certificate, or the one that signed the request. It is None before
+    this is known.
+    """
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    body: bytes
+    member: Member | None
+
+
+class RefusedError(Exception):
+    """A request that gets an error, after which the connection is closed."""
+
+    def __init__(self, code: int, detail: str) -> None:
+        super().__init__(detail)
+        self.code = code
+
+
+def problem(code: int, detail: str) -> bytes:
+    """Return the body of an error (RFC 9457, application/problem+json)."""
+    title = HTTPStatus(code).phrase
+    content = {"type": "about:blank", "status": code, "title": title, "detail": detail}
+    return json.dumps(content).encode()
+
+
+class RequestParser:
+    """Parser of the requests of one connection.
+
+    `identify` is called with the head of each request, before its body is read. It may raise. A
+    body has at most `max_body` bytes.
+    """
+
+    def __init__(
+        self, max_body: int, identify: Callable[[HttpRequest], None] = lambda request: None
+    ) -> None:
+        self._max_body = max_body
+        self._identify = identify
+        self._connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
+        self._head: h11.Request | None = None
+        self._body = bytearray()
+
+    @property
+    def has_begun(self) -> bool:
+        """True if a part of a request was read."""
+        return self._head is not None
+
+    def receive(self, content: bytes) -> bool:
+        """Parse received bytes; return True at the end of a request.
+
+        A request that no honest client sends is a RefusedError.
+        """
+        try:
+            self._connection.receive_data(content)
+            while True:
+                event = self._connection.next_event()
+                if isinstance(event, h11.Request):
+                    self._check_head(event)
+                    self._head = event
+                    self._identify(self.request(None))
+                elif isinstance(event, h11.Data):
+                    self._body += event.data
+                    if len(self._body) > self._max_body:
+                        raise RefusedError(413, "the body is too long")
+                elif isinstance(event, h11.EndOfMessage):
+                    if self._connection.trailing_data[0]:
+                        raise RefusedError(400, "one request at a time")
+                    return True
+                else:
+                    return False
+        except h11.RemoteProtocolError as error:
+            raise RefusedError(error.error_status_hint, "no request of HTTP/1.1") from None
+
+    def _check_head(self, head: h11.Request) -> None:
+        # h11 limits a header that is not whole, and reads on by records of TLS.
+        if sum(len(name) + len(value) + 4 for name, value in head.headers) > MAX_HEADER_BYTES:
+            raise RefusedError(431, "the header is too long")
+        if head.http_version != b"1.1" or head.method not in (b"GET", b"PUT"):
+            raise RefusedError(405, "GET or PUT in HTTP/1.1")
+        if not _TARGET.fullmatch(head.target):
+            raise RefusedError(404, "a target begins with /v1/, and has no encoded characters")
+        names = Counter(name for name, _ in head.headers)
+        if names[b"transfer-encoding"] or names[b"upgrade"]:
+            raise RefusedError(501, "a body has a length, and nothing is upgraded")
+        if any(names[name] > 1 for name in _UNIQUE_HEADERS):
+            raise RefusedError(400, "a header is repeated")
+        length = dict(head.headers).get(b"content-length", b"0")
+        if len(length) > 10 or int(length) > self._max_body:
+            raise RefusedError(413, "the body is too long")
+
+    def request(self, member: Member | None) -> HttpRequest:
+        """Return the request that was read."""
+        head = self._head
+        assert head is not None
+        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
+        target = head.target.decode("ascii")
+        return HttpRequest(head.method.decode(), target, headers, bytes(self._body), member)
+
+    def answer_head(self, code: int, headers: Sequence[tuple[str, str]], length: int) -> bytes:
+        """Return the head of the answer, whose body has `length` bytes."""
+        kind = "application/problem+json" if code >= 400 else "application/octet-stream"
+        common = {"content-length": str(length), "cache-control": "no-store", "content-type": kind}
+        response = h11.Response(
+            status_code=code,
+            reason=HTTPStatus(code).phrase.encode(),
+            headers=[*{**common, **dict(headers)}.items()],
+        )
+        return self._connection.send(response) or b""
+
+    def end_answer(self, body: BytesLike) -> bool:
+        """Count the body as sent; return True if another request may follow."""
+        if body:
+            self._connection.send_with_data_passthrough(h11.Data(data=body))  # type: ignore[arg-type]
+        self._connection.send(h11.EndOfMessage())
+        self._head = None
+        self._body = bytearray()
+        if self._connection.our_state is not h11.DONE:
+            return False
+        self._connection.start_next_cycle()
+        return True
