@@ -91,6 +91,21 @@ def test_without_hold_out_training_and_validation_use_all_samples(tmp_path):
     )
 
 
+def test_a_peer_validates_on_whole_groups(tmp_path):
+    settings = {key: value for key, value in LINES.items() if value is not None}
+    orgs, shard = members.identities(tmp_path, 3), line(0).pool
+    visits = np.arange(len(shard)) // 3
+    data = fedcb2o.dataset(shard.x, shard.y, group=visits, numbers=True)
+    fed = federation.make_federation(
+        settings, [org.member for org in orgs], dataset=data, most_samples=100
+    )
+    agent = _agent.agent_from_dataset(fed, 1, data).data
+    groups = [set(data.groups.pool[part[0]].tolist()) for part in (agent.train, agent.validation)]
+    assert groups[0] | groups[1] == set(data.groups.pool.tolist())
+    assert groups[1]
+    assert not groups[0] & groups[1]
+
+
 def test_a_peer_with_slow_bfloat16_trains_in_float32_and_logs_it(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
