@@ -664,3 +664,10 @@ def test_an_error_of_a_network_names_its_file_and_line():
     line = Failing.forward.__code__.co_firstlineno + 1
     with pytest.raises(ConfigError, match=re.escape(f" at line {line} of {__file__}: ")):
         Agent(Failing(3, 2), validation=(torch.eye(3), np.array([0, 1, 1])))
+
+
+@pytest.mark.parametrize("value", ["0.1", math.inf, math.nan, None])
+@pytest.mark.parametrize("key", ["gamma", "malicious_share"])
+def test_numbers_of_an_agent_are_finite(key, value):
+    with pytest.raises(ConfigError, match=f"`{key}` must be a finite number, got "):
+        Agent(linear(1.0), validation=(X, Y), **{key: value})

@@ -332,3 +332,11 @@ def test_the_labels_are_no_samples():
     with pytest.warns(UserWarning, match="the column 'dose' of the samples is equal to the label"):
         dataset(table[["age", "dose"]], targets, numbers=True)
     assert dataset(table[["age", "dose"]], table["ill"]).num_classes == 2
+
+
+def test_targets_of_another_scale_give_a_warning():
+    x = np.random.default_rng(0).normal(size=(80, 2))
+    y = x.sum(1)
+    with pytest.warns(UserWarning, match="the targets of `y_test` have the standard deviation"):
+        dataset(x[:40], y[:40], x_test=x[40:], y_test=1000 * y[40:], numbers=True)
+    assert len(dataset(x[:40], y[:40], x_test=x[40:], y_test=9 * y[40:], numbers=True).test) == 40

@@ -251,6 +251,7 @@ def linear(shape, outputs):
     return nn.Linear(shape[0], outputs)
 
 
+@pytest.mark.filterwarnings("ignore:the targets of .* standard deviation")
 def test_a_test_loss_that_overflows_is_one_clear_error_of_run_and_report(tmp_path):
     table = tiny(data={"name": far_targets}, rounds=2)
     table["model"] = {"name": linear}
@@ -271,6 +272,7 @@ def test_a_test_loss_that_overflows_is_one_clear_error_of_run_and_report(tmp_pat
         report([fedcb2o.Run(tmp_path / "run")], tmp_path / "report")
 
 
+@pytest.mark.filterwarnings("ignore:the targets of .* standard deviation")
 def test_agents_whose_test_loss_overflows_are_counted(tmp_path, caplog):
     table = tiny(data={"name": one_far_owner}, rounds=2)
     table["model"] = {"name": linear}

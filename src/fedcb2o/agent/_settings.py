@@ -2,9 +2,11 @@
 
 import copy
 import dataclasses
+import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -44,6 +46,10 @@ class Settings:
         for name, least in (("seed", 0), ("rounds", 1), ("num_samples", 1)):
             value = getattr(self, name)
             require(name, value, is_whole(value, least), f"a whole number from {least}")
+        for name in ("gamma", "malicious_share"):
+            value = getattr(self, name)
+            is_number = isinstance(value, Real) and math.isfinite(value)
+            require(name, value, is_number, "a finite number")
         require("gamma", self.gamma, self.gamma > 0, "above 0")
         is_share = 0 <= self.malicious_share < 1
         require("malicious_share", self.malicious_share, is_share, "from 0 and below 1")

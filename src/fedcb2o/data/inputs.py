@@ -37,6 +37,7 @@ from fedcb2o.rng import stream
 # Rounding error of float32, relative to the distance from the mean plus the standard deviation.
 _MAX_ROUNDING_ERROR = 1e-6
 
+_MAX_SCALE_RATIO = 100  # of the standard deviations of targets in two parts
 _MIN_COMPARED = 20  # samples from which a feature that equals the label is no coincidence
 _MOST_FRACTIONS = 20  # different numbers with fractions that are not taken for a regression
 _LOGGER = logging.getLogger(__name__)
@@ -344,10 +345,24 @@ def check_parts(
         samples = match_samples([part.label for part in parts], samples)
     if numbers:
         input_validation.check_widths(y_names, labels, class_names)
+        _warn_of_other_scales(y_names, labels)
         classes = input_validation.Classes()
     else:
         labels, classes = input_validation.resolve_classes(parts, labels, class_names)
     return CheckedParts(list(map(Shard, samples, map(torch.from_numpy, labels))), classes)
+
+
+def _warn_of_other_scales(names: Sequence[str], targets: Sequence[NDArray[Any]]) -> None:
+    """Warn where the targets of a part spread far more, or less, than those of the first."""
+    scales = [values.astype(np.float64).std(0).max() for values in targets]
+    for name, values, scale in zip(names[1:], targets[1:], scales[1:], strict=True):
+        has_scale = min(len(values), len(targets[0])) >= _MIN_COMPARED and min(scale, scales[0]) > 0
+        if has_scale and not 1 / _MAX_SCALE_RATIO < scale / scales[0] < _MAX_SCALE_RATIO:
+            warnings.warn(
+                f"the targets of `{name}` have the standard deviation {scale:.4g}, and those of"
+                f" `{names[0]}` {scales[0]:.4g}: bring both to one scale",
+                stacklevel=4,
+            )
 
 
 def _warn_of_labels_as_samples(

@@ -75,7 +75,8 @@ def left_out(table: pd.DataFrame, custom_metrics: Iterable[str] = ()) -> list[st
     for seed, last in last_round(table).groupby("seed"):
         for name in (*_LOSSES, *custom_metrics):
             count = last[name].isna().sum() if name in last else 0
-            if 0 < count < len(last):
+            # Of a metric that the configuration chose, all results may be missing.
+            if 0 < count < len(last) + (name not in _LOSSES):
                 notes.append(
                     f"seed {seed}: the mean of `{name}` leaves out {count} of {len(last)} agents"
                     " without a finite value"
