@@ -1,15 +1,19 @@
 """Membership of a federation: identities, certificates, and the federation file."""
 
-from fedcb2o.peer.membership.federation import (
-    Federation,
-    amend_federation,
-    make_federation,
-    read_federation,
-    sign_federation,
-    write_federation,
-)
-from fedcb2o.peer.membership.federation_schema import Limits
-from fedcb2o.peer.membership.identity import Identity, Member
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fedcb2o.peer.membership.federation import (
+        Federation,
+        amend_federation,
+        make_federation,
+        read_federation,
+        sign_federation,
+        write_federation,
+    )
+    from fedcb2o.peer.membership.federation_schema import Limits
+    from fedcb2o.peer.membership.identity import Identity, Member
 
 __all__ = [
     "Federation",
@@ -22,3 +26,13 @@ __all__ = [
     "sign_federation",
     "write_federation",
 ]
+
+# The others need PyTorch, which `peer identity` and `peer renew` start without.
+_LIGHT = ("Identity", "Member")
+
+
+def __getattr__(name: str) -> object:
+    if name in __all__:
+        module = "identity" if name in _LIGHT else "federation"
+        return getattr(importlib.import_module(f"fedcb2o.peer.membership.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
