@@ -50,7 +50,7 @@ _OVERSHOOT = (0.5, 1.5)  # length of the step of one particle to smaller L, over
 _LATE = 0.5  # share of the budget after which L alone counts for a while, if L has no interior yet
 _LAST = 0.9  # share after which it does to the end
 _ROUNDING = 1e-14  # relative difference of equal values of L
-_TIE = 1e-16  # difference of L that counts as equal, over the spread of L
+_TIE = 1e-19  # difference of L that counts as equal, over the spread of L
 _CHALLENGE = 1e-3  # decrease of G that a challenge requires, over the spread of G
 _CHALLENGE_RADIUS = 0.03  # radius at which a challenge ends
 _FLAT = 1e-12  # relative range of the best values of recent generations that is rounding
@@ -59,6 +59,8 @@ _NUM_AGREEING = 2
 _NUM_AGREEING_WITHOUT_G = 3  # there no ensemble challenges another
 _SCOUTS_PER_DIM = 1000
 _SCOUTS_SHARE = 2  # evaluations of scouts, over those of ensembles, while searches are local
+_FOCUS_BATCHES = 4  # steps of uniform points before an ensemble about a candidate
+_FOCUS_SHARE = 0.25  # the same, where ensembles about candidates replace local searches
 _MAX_FAILURES = 3  # local searches without success in a row, after which there are none
 _MAX_CANDIDATES = 6  # points of a step that are compared with their neighbours
 _MAX_ARCHIVE = 4096  # uniform points that candidates are compared with
@@ -206,12 +208,16 @@ class Hopper:
         self._count(points, lower)
         if self._cloud is None and np.isfinite(lower).any():
             self._consider(points, lower, self._violation(lower), upper)
-            candidate = self._candidate(points, lower, upper)
-            if self.searches:
-                self.search_from = candidate
-            elif self._is_scouting and candidate is not None:
-                self._focus(candidate)
-                return
+            is_focus = self._is_scouting and not self.searches
+            if is_focus and len(self._batches) == self._batches_needed:
+                points, lower, upper = map(np.concatenate, zip(*self._batches, strict=True))
+            if not is_focus or len(self._batches) == self._batches_needed:
+                candidate = self._candidate(points, lower, upper)
+                if self.searches:
+                    self.search_from = candidate
+                elif is_focus and candidate is not None:
+                    self._focus(candidate)
+                    return
         if len(self._batches) < self._batches_needed:
             return
         points, lower, upper = (np.concatenate(parts) for parts in zip(*self._batches, strict=True))
@@ -424,7 +430,7 @@ class Hopper:
         """Start a new ensemble in the box, or draw scouts where they have had fewer points."""
         self._is_refined = False
         self._is_near = False
-        share = _SCOUTS_SHARE if self.searches else 1
+        share = _SCOUTS_SHARE if self.searches else _FOCUS_SHARE
         self._is_scouting = bool(self.ends) and (
             self._spent[1] < share * self._spent[0]
             or self.num_agreeing(self.best) >= self.num_needed
@@ -442,7 +448,7 @@ class Hopper:
         particles = _START_FACTOR * default_num_particles(len(self.low)) * self._frozen
         self._batches_needed = max(1, round(particles / self._n))
         if self._is_scouting:
-            self._batches_needed = 1
+            self._batches_needed = 1 if self.searches else _FOCUS_BATCHES
         self.count = self._batches_needed * self._n
         self._has_ended = False
         self.m = self.low + self.width / 2
