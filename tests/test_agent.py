@@ -312,14 +312,15 @@ def test_frozen_parameters_stay_and_statistics_are_averaged():
     assert "its `0.weight` is not exchanged, and differs" in decision.refused["b"]
 
 
-def test_statistics_are_local_by_default_as_in_a_run():
+def test_local_statistics_are_not_exchanged():
     network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
     other = copy.deepcopy(network)
     with torch.no_grad():
         other[0].weight += 1.0
     other[1].running_mean += 1e6  # an attack on statistics: they are not read
     method = {"name": "fedcbo", "mixing_factor": 1.0}
-    agent = Agent(network, validation=(X, Y), method=method)
+    assert "1.running_mean" in Agent(copy.deepcopy(network), validation=(X, Y)).publish()
+    agent = Agent(network, validation=(X, Y), method=method, buffers="local")
     assert "1.running_mean" not in agent.publish()
     decision = agent.aggregate({"b": other.state_dict()})
     assert decision.weights == {"b": 1.0}

@@ -343,8 +343,8 @@ def test_statistics_are_exchanged_with_and_without_trained_weights(norm):
         return nn.Sequential(layer, nn.Linear(4, 3))
 
     method = {"name": "fedcbo", "mixing_factor": 0.5}
-    agent = Agent(network(0.0), validation=(X, Y), method=method, buffers="shared")
-    other = Agent(network(4.0), validation=(X, Y), buffers="shared")
+    agent = Agent(network(0.0), validation=(X, Y), method=method)
+    other = Agent(network(4.0), validation=(X, Y))
     agent.aggregate({"a": other.publish()})
     torch.testing.assert_close(agent.network[0].running_mean, torch.full((4,), 2.0))
 
@@ -406,7 +406,7 @@ def test_a_model_that_is_not_finite_is_named():
 def test_validation_samples_of_bytes_are_named():
     x = (np.arange(120).reshape(30, 4) * 2).astype(np.uint8)
     with pytest.warns(UserWarning, match="divides by 255"):
-        agent = Agent(tied(), validation=(x, Y), method="fedcbo", buffers="shared")
+        agent = Agent(tied(), validation=(x, Y), method="fedcbo")
     decision = agent.aggregate({"a": make(tied(1)).publish()})
     outputs = tied(1).eval()(torch.tensor(x) / 255).detach()
     assert decision.losses["a"] == pytest.approx(float(F.cross_entropy(outputs, Y)), abs=1e-5)
@@ -486,7 +486,7 @@ def test_a_file_of_0_2_is_read(tmp_path):
 
 def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0, buffers="shared")
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0)
     good = agent.publish()
     bad = {**good, "1.running_var": good["1.running_var"] - 9}
     row = agent.buffer(1)[0]
@@ -510,7 +510,7 @@ def test_the_memory_of_an_agent_with_other_peers_is_refused():
 def test_local_statistics_are_estimated_on_all_validation_samples(count):
     """The number of training samples weighs models, and selects no samples."""
     network = nn.Sequential(nn.BatchNorm1d(4, affine=False), nn.Linear(4, 3))
-    agent = Agent(network, validation=(X, Y), method="dfedavgm", num_samples=count)
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", num_samples=count, buffers="local")
     decision = agent.aggregate({"a": agent.publish()}, samples={"a": 3})
     assert decision.weights == {"a": pytest.approx(3 / (3 + count))}
     assert torch.allclose(network[0].running_mean, X.mean(0), atol=1e-6)

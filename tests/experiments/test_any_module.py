@@ -82,11 +82,11 @@ def test_agents_do_not_exchange_a_frozen_base(tmp_path):
     assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
 
 
-def test_local_statistics_are_the_default():
-    explicit, default, shared = (
+def test_shared_statistics_are_the_default():
+    local, default, shared = (
         load(experiment(with_norms, **options)) for options in ({"buffers": "local"}, {}, SHARED)
     )
-    assert explicit.fingerprint(0) == default.fingerprint(0) != shared.fingerprint(0)
+    assert local.fingerprint(0) != default.fingerprint(0) == shared.fingerprint(0)
     message = r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
     with pytest.raises(ConfigError, match=message):
         load(experiment(with_norms, buffers="mixed"))
@@ -98,7 +98,7 @@ def test_a_buffer_that_changes_in_training_is_refused(tmp_path):
 
 
 def test_a_network_that_fails_in_training_is_refused_before_the_run(tmp_path):
-    message = r"the model `.*failing` failed: IndexError: no such head"
+    message = r"the model `.*failing` failed at line .*: IndexError: no such head"
     with pytest.raises(ConfigError, match=message):
         run(experiment(failing), out=tmp_path / "run")
     assert not (tmp_path / "run").exists()

@@ -459,7 +459,7 @@ CASES = {
     "model_shifts": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
     "model_clamps": "{part} writes into the samples that it reads, or into its parameters, in evaluation",
     "model_late": WROTE,
-    "model_leaves": "{part} failed: SystemExit: 0",
+    "model_leaves": "{part} failed at line ",
     "model_exits": EXITS,
     "data_grad": ("data_plain",),
     "data_sparse": "in its pool, must hold dense tensors on the CPU",
