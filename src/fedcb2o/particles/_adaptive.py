@@ -284,12 +284,14 @@ class Adaptive:
         success = final["success"] & is_met & ~final["barred"]
         reasons = []
         for run, succeeded in enumerate(success.tolist()):
-            count, needed, total, scouts, needed_scouts = final["evidence"][run].tolist()
+            count, needed, total, scouts, needed_scouts, single = final["evidence"][run].tolist()
             message = f"{count} of {total} independent searches ended at x"
             reason = Stop("success", message)
             if not succeeded:
                 lacking = f"{message}, and {needed} are needed"
-                if count >= needed and scouts < needed_scouts:
+                if count >= needed and scouts >= needed_scouts:
+                    lacking = f"{message}, and {single} at points of their own"
+                elif count >= needed:
                     lacking = f"{message}, after {scouts} of {needed_scouts} uniform points"
                 reason = Stop(stops[run].code, f"{stops[run].text}: {lacking}")
             if not is_met[run]:
@@ -330,10 +332,14 @@ def best_values(state: Ensembles) -> Tensor:
 
 
 def _evidence(hopper: Hopper) -> list[int]:
-    """Return the searches that ended at x, those needed, all, and the uniform points and needed."""
+    """Return the numbers behind a success.
+
+    They are the searches that ended at x, those needed, and all; the uniform points and those
+    needed; and the searches that ended where no other one did.
+    """
     ended = hopper.num_agreeing(hopper.best) if hopper.ends else 0
     counts = [ended, hopper.num_needed, len(hopper.ends)]
-    return [*counts, hopper.num_scouts, hopper.num_scouts_needed]
+    return [*counts, hopper.num_scouts, hopper.num_scouts_needed, hopper.num_single]
 
 
 def _runners_up(hopper: Hopper) -> Tensor:

@@ -61,6 +61,7 @@ _SCOUTS_PER_DIM = 1000
 _SCOUTS_SHARE = 2  # evaluations of scouts, over those of ensembles, while searches are local
 _FOCUS_BATCHES = 4  # steps of uniform points before an ensemble about a candidate
 _FOCUS_SHARE = 0.25  # the same, where ensembles about candidates replace local searches
+_MAX_SINGLE = 1 / 3  # share of searches that may end at points of their own
 _MAX_FAILURES = 3  # local searches without success in a row, after which there are none
 _MAX_CANDIDATES = 6  # points of a step that are compared with their neighbours
 _MAX_ARCHIVE = 4096  # uniform points that candidates are compared with
@@ -92,6 +93,8 @@ class End:
     radius: float
     # Whether the ensemble collapsed, or its best value did not change any more.
     settled: bool
+    # Whether it is that of an ensemble that started in the whole box.
+    is_global: bool = False
 
 
 class Hopper:
@@ -145,6 +148,9 @@ class Hopper:
         self._is_scouting = False
         self._spent = [0, 0]
         self.num_ensembles = 0
+        # Numbers of ends, with what was computed from them.
+        self._single = (0, 0)
+        self._table = (0, np.zeros((0, 2)))
         self._late_generations = 5 + 3 * len(low)
         self.low = low
         self.width = high - low
@@ -262,7 +268,8 @@ class Hopper:
         self.extra += len(found.points)
         is_useful = found.is_settled or found.is_unfinished
         self._failures = 0 if is_useful else self._failures + 1
-        end = End(found.x, lower, upper, found.x, 0.0, found.is_settled)
+        is_global = self._cloud is not None and not self._is_scouting
+        end = End(found.x, lower, upper, found.x, 0.0, found.is_settled, is_global)
         self.ends.append(end)
         if self._cloud is not None and not found.is_settled:
             self._is_refined = True  # the ensemble goes on to its collapse
@@ -387,20 +394,32 @@ class Hopper:
         """Return whether searches agree, and uniform points led to no better end."""
         if not self.num_ensembles or self.num_scouts < self.num_scouts_needed:
             return False
-        return self.num_agreeing(self.best) >= self.num_needed
+        best = self.best
+        if self.num_agreeing(best) < self.num_needed:
+            return False
+        is_agreed = self._by_value or self.num_agreeing(best, only_global=True) >= self.num_needed
+        return is_agreed or self.num_single <= _MAX_SINGLE * sum(end.settled for end in self.ends)
+
+    @property
+    def num_single(self) -> int:
+        """Searches that ended where no other one did: the share of unseen ends (Good, 1953)."""
+        if self._single[0] != len(self.ends):
+            singles = sum(count == 1 for _, count in self.distinct_ends())
+            self._single = (len(self.ends), singles)
+        return self._single[1]
 
     def distinct_ends(self) -> list[tuple[End, int]]:
         """Return the ends at separate points, best first, with the searches that ended there."""
         distinct: list[tuple[End, int]] = []
+        points = np.zeros((0, len(self.width)))
         for end in self.ranked_ends():
-            is_far = all(
-                (abs(end.x - other.x) > _AGREEMENT * self.width).any() for other, _ in distinct
-            )
+            is_far = (abs(points - end.x) > _AGREEMENT * self.width).any(1).all()
             if is_far and (end.settled or not distinct):
                 distinct.append((end, self.num_agreeing(end)))
+                points = np.concatenate([points, end.x[None]])
         return distinct
 
-    def num_agreeing(self, best: End) -> int:
+    def num_agreeing(self, best: End, *, only_global: bool = False) -> int:
         """Count the ensembles and local searches that ended at the same point or value."""
         if self._by_value:
             lower = best.lower + self.lower_tolerance
@@ -408,10 +427,14 @@ class Hopper:
             return sum(
                 end.settled and end.lower <= lower and end.upper <= upper for end in self.ends
             )
-        nearest = _AGREEMENT * self.width
-        return sum(
-            end.settled and bool((abs(end.x - best.x) <= nearest).all()) for end in self.ends
-        )
+        if self._table[0] != len(self.ends):
+            rows = [[*end.x, end.settled, end.settled and end.is_global] for end in self.ends]
+            self._table = (len(self.ends), np.array(rows, dtype=float))
+        if not self.ends:
+            return 0
+        table = self._table[1]
+        is_near = (abs(table[:, :-2] - best.x) <= _AGREEMENT * self.width).all(1)
+        return int((is_near * table[:, -1 if only_global else -2]).sum())
 
     @property
     def lower_tolerance(self) -> float:
@@ -424,7 +447,8 @@ class Hopper:
         radius = 1.0
         if self._cloud is not None:
             radius = self._cloud.radius
-        return End(self._x, self._x_lower, self._x_upper, self.m, radius, settled)
+        values = (self._x_lower, self._x_upper)
+        return End(self._x, *values, self.m, radius, settled, not self._is_scouting)
 
     def _restart(self) -> None:
         """Start a new ensemble in the box, or draw scouts where they have had fewer points."""
