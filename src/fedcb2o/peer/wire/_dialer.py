@@ -42,7 +42,7 @@ MAX_REQUESTS = 6
 """Questions to one member at once; further ones wait."""
 CONNECT_SECONDS = 4.0
 """Time to open a connection."""
-_PIECE_BYTES = 2**18
+_PIECE_BYTES = 2**20
 _FIRST_PAUSE = 0.1
 _PAUSE_GROWTH = 1.6
 _LONGEST_PAUSE = 60.0

@@ -48,8 +48,8 @@ _MAX_CARDS_BYTES = 2**21
 _MAX_STATUS_BYTES = 2**10
 _MAX_FORMER_BYTES = MAX_FILE_BYTES + 2**8
 _MAX_VERSION_BYTES = 2**10
-_FULL_SECONDS = 0.05
-"""Pause before a message is sent to a full box again."""
+_FULL_SECONDS = 0.05, 0.4
+"""First and longest pause before a message is sent to a full box again."""
 _MAX_CONNECTIONS = 16
 FORMER_MEMBER = 410
 """Status of a relay's reply to a former member, with the federation's file."""
@@ -139,15 +139,17 @@ class RelayMailbox:
 
     def put(self, box: str, message: bytes, seconds: float) -> None:
         end = time.monotonic() + seconds
+        pause, longest = _FULL_SECONDS
         while True:
             try:
                 self._call("PUT", f"boxes/{box}", max(0.0, end - time.monotonic()), body=message)
                 return
             except BlockingIOError:
                 # The receiver has not taken earlier messages yet.
-                if time.monotonic() + _FULL_SECONDS > end:
+                if time.monotonic() + pause > end:
                     raise
-                time.sleep(_FULL_SECONDS)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
 
     def take(self, box: str, seconds: float) -> list[bytes]:
         resource = f"boxes/{box}?wait={seconds:.3f}"
