@@ -172,6 +172,38 @@ def measure_built_in(name: str, seeds: int) -> dict[str, Any]:
     return _row(f"built-in {name}", problem.dim, "x", f"{max(errors):.1e}", many, errors)
 
 
+def measure_levels(problems: int = 10) -> dict[str, Any]:
+    """Return the largest error of x over nested least squares of three levels, d = 4.
+
+    Two equations come first, then one, and then the point next to four planes. Projections onto
+    the null spaces give the solution.
+    """
+    many = []
+    errors = []
+    for number in range(problems):
+        generator = np.random.default_rng(number)
+        systems = [(generator.normal(size=(m, 4)), generator.normal(size=m)) for m in (2, 1, 4)]
+        x = np.zeros(4)
+        free = np.eye(4)
+        for matrix, target in systems:
+            projected = matrix @ free
+            x = x + free @ np.linalg.lstsq(projected, target - matrix @ x, rcond=None)[0]
+            rank = np.linalg.matrix_rank(projected)
+            free = free @ np.linalg.svd(projected)[2][rank:].T
+        levels = [_squared_residual(*system) for system in systems]
+        many.append(fedcb2o.minimize(levels, bounds=[(-20, 20)] * 4, seed=number))
+        errors.append(float(np.abs(many[-1].x.numpy() - x).max()))
+    name = f"nested least squares, three levels, {problems} problems"
+    return _row(name, 4, "x", f"{max(errors):.1e}", many, errors)
+
+
+def _squared_residual(matrix: np.ndarray, target: np.ndarray) -> Any:
+    def level(x: np.ndarray) -> np.ndarray:
+        return np.square(x @ matrix.T - target).sum(-1)
+
+    return fedcb2o.from_numpy(level)
+
+
 def _row(
     name: str, dim: int, known: Any, error: str, many: list[Any], errors: list[float] | None = None
 ) -> dict[str, Any]:
@@ -201,6 +233,7 @@ def main() -> None:
     seeds = 1 if options.quick else 5
     rows = [measure_simple(problem, seeds) for problem in problems()]
     rows += [measure_built_in(name, seeds) for name in (*BUILT_IN, *WAVES, "rastrigin")]
+    rows.append(measure_levels())
     if not options.quick:
         with VALUES.open("w", newline="") as file:
             writer = csv.DictWriter(file, rows[0], lineterminator="\n")
