@@ -2,6 +2,7 @@
 
     .venv/bin/python -m paper.results                    # rewrite docs/explorer.html and the tables
     .venv/bin/python -m paper.results --add runs/digits  # keep the values of a grid first
+    .venv/bin/python -m paper.results --rows runs/some   # the same for the grid's defences alone
     .venv/bin/python -m paper.results --demo runs/demo-report    # keep what `make demo` measured
 
 The values of a grid are in docs/benchmark/NAME: `grid.toml`, `summary.csv.gz` and, where there are
@@ -11,8 +12,10 @@ first on docs/results.md, with its heading.
 """
 
 import argparse
+import dataclasses
 import functools
 import gzip
+import json
 import re
 import shutil
 from collections.abc import Iterator
@@ -21,12 +24,14 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pandas as pd
+import tomli_w
 from paper import preregistered
 from paper.long_training import long_training_table
 from paper.weak_places import weak_places_table
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
+from fedcb2o.report._attack_strengths import read_choices
 from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._regret import worst_regret
 from fedcb2o.report._statistics import (
@@ -51,6 +56,7 @@ DEMO_COLUMNS = {
     "attack_success_rate_worst": "worst agent's attack success",
 }
 """Columns of the table of `make demo`, by metric."""
+_TEXTS = ("title", "description")
 PREREGISTERED = "preregistered"
 SEEN = "Letters"
 """The setting of the pre-registered test on whose images FedAssay's settings were chosen."""
@@ -411,12 +417,49 @@ def keep_grid(folder: Path) -> None:
     results = read_grid(folder)
     target = DOCS / "benchmark" / str(results.table["name"])
     target.mkdir(exist_ok=True)
-    with gzip.GzipFile(target / "summary.csv.gz", "wb", mtime=0) as file:
-        file.write(results.summary_csv().encode())
+    _write_summary(target, results)
     for name in ("grid.toml", "tuning.json", "strengths.json"):
         source = folder / name
         if source.is_file() and source.resolve() != (target / name).resolve():
             shutil.copyfile(source, target / name)
+
+
+def keep_rows(folder: Path) -> None:
+    """Replace the values of some defences in docs/benchmark by those of a grid of these alone.
+
+    Args:
+        folder: Folder of a grid with the same name, attacks, settings and seeds.
+
+    Raises:
+        ValueError: The grid differs from the kept one in more than its defences.
+    """
+    new = read_grid(folder)
+    kept = read_grid(DOCS / "benchmark" / str(new.table["name"]))
+    differing = [
+        key
+        for key in sorted({*new.table, *kept.table} - {"defences", "tuning", *_TEXTS})
+        if new.table.get(key) != kept.table.get(key)
+    ]
+    if differing or not {*new.defences} <= {*kept.defences}:
+        raise ValueError(f"{folder} is another grid than {kept.folder}: {differing}")
+
+    kept.table["defences"].update(new.table["defences"])
+    (kept.folder / "grid.toml").write_text(tomli_w.dumps(kept.table), encoding="utf-8")
+    rows = pd.concat([kept.rows[~kept.rows.defence.isin(new.defences)], new.rows])
+    order = {name: place for place, name in enumerate(kept.defences)}
+    rows = rows.sort_values("defence", key=lambda names: names.map(order), kind="stable")
+    _write_summary(kept.folder, dataclasses.replace(kept, rows=rows))
+
+    strengths = kept.folder / "strengths.json"
+    if strengths.is_file():
+        old, choices = (read_choices(results) for results in (kept, new))
+        choices = [choice for choice in old if choice["defence"] not in new.defences] + choices
+        strengths.write_text(json.dumps({"choices": choices}, indent=1) + "\n", encoding="utf-8")
+
+
+def _write_summary(folder: Path, results: GridResults) -> None:
+    with gzip.GzipFile(folder / "summary.csv.gz", "wb", mtime=0) as file:
+        file.write(results.summary_csv().encode())
 
 
 def keep_demo(folder: Path) -> None:
@@ -436,10 +479,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--add", type=Path, action="append", default=[], help="folder of a grid")
+    parser.add_argument(
+        "--rows", type=Path, action="append", default=[], help="folder of a grid of some defences"
+    )
     parser.add_argument("--demo", type=Path, help="folder of the report of `make demo`")
     arguments = parser.parse_args()
     for folder in arguments.add:
         keep_grid(folder)
+    for folder in arguments.rows:
+        keep_rows(folder)
     if arguments.demo:
         keep_demo(arguments.demo)
     EXPLORER.write_text(make_explorer(), encoding="utf-8")

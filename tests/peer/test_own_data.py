@@ -184,7 +184,7 @@ def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
 def test_data_of_another_kind_than_agreed_are_refused(tmp_path):
     orgs = members.identities(tmp_path, 3)
     fed = regression_federation(orgs)
-    x, y = np.zeros((20, 3), np.float32), np.zeros((20, 2), np.float32)
+    x, y = np.ones((20, 3), np.float32), np.zeros((20, 2), np.float32)
     for data, message in (
         (
             fedcb2o.datasets([(x, y[:, :1])] * 2, numbers=True),

@@ -98,7 +98,7 @@ def _latex_table(
     """Return a floating table, which needs the package booktabs. The best means are bold."""
     is_percent = view.results.info(value).is_percent
     texts = _cells(statistics, columns, form, 100 if is_percent else 1, is_low_best)
-    rows = view.pivot(texts, columns).fillna("--")
+    rows = view.pivot(texts, columns).astype(object).fillna("--")
     where = f", {view.setting}" if view.setting else ""
     unit = ", percent" if is_percent else ""
     seeds = len(view.results.seeds)

@@ -9,7 +9,7 @@ AUC of samples of one class. Targets of the other kind, classes or numbers, are 
 >>> import torch
 >>> outputs = torch.tensor([[2.0, 0.0], [1.0, 3.0], [0.0, 1.0], [0.5, 0.0]])
 >>> auc(outputs, torch.tensor([0, 1, 0, 1]))
-0.5
+0.75
 """
 
 from dataclasses import dataclass, field

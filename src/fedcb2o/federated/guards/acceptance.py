@@ -93,7 +93,7 @@ def _select(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, 
     regular = range(rows[0], rows[-1] + 1, step)
     if list(rows) == list(regular):
         return models[regular.start : regular.stop : step]
-    return models.index_select(0, torch.tensor(rows, device=models.device))
+    return models.index_select(0, torch.tensor(rows).to(models.device))
 
 
 def is_acceptable(largest: Float[np.ndarray, " m"]) -> Bool[np.ndarray, " m"]:
