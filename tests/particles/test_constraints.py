@@ -1,10 +1,13 @@
 """Constraints in SciPy's form: violations, known solutions, units, several runs, ask and tell."""
 
+import os
+
 import numpy as np
 import pytest
 import torch
 from scipy import optimize, sparse
 from scipy.optimize import LinearConstraint, NonlinearConstraint
+from tests.type_checks import VARIABLE
 from torch.testing import assert_close
 
 import fedcb2o
@@ -228,7 +231,10 @@ def test_constraints_are_refused_for_several_clusters():
         fedcb2o.from_numpy(lambda x: x[..., 0] >= 1),
         fedcb2o.from_point(lambda x: x[0] >= 1),
         fedcb2o.from_point(lambda x: x[0] >= 1 and x[1] - 1),
-        lambda x: fedcb2o.from_point(lambda point: point[0] >= 1)(x),
+        pytest.param(
+            lambda x: fedcb2o.from_point(lambda point: point[0] >= 1)(x),
+            marks=pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse it first"),
+        ),
     ],
     ids=[
         "one",

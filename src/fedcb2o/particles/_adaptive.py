@@ -316,7 +316,7 @@ def _num_left(hopper: Hopper, state: Ensembles) -> float:
     return hopper.budget - state.num_evaluated - hopper.extra - num_final(hopper.budget)
 
 
-def num_final(budget: float) -> int:
+def num_final(budget: int | float) -> int:
     """Return the evaluations after the last step: of x, and of candidates and the new x."""
     return 1 if budget < _CONFIRMABLE else 2 + 2 * _NUM_CANDIDATES
 

@@ -117,7 +117,7 @@ class Hopper:
         delta_q: float = 0.0,
         precision: float = 1e-8,
         xtol: float = 0.0,
-        budget: float = math.inf,
+        budget: int | float = math.inf,
         can_search: bool = False,
         has_first: bool = False,
         is_exact: bool = False,
