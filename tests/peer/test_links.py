@@ -69,16 +69,11 @@ def test_a_member_is_linked_during_a_flood_of_handshakes(organisations, exit_sta
     server.serve(answering())
     client = None
     count = 0
-    context = _tls.client_context(orgs[2], federation.members[0])
 
     def flood_once_and_ask() -> list[bytes]:
         nonlocal client, count
         with socket.create_connection(address_of(orgs[0])) as stranger:
-            incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-            tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
-            with contextlib.suppress(ssl.SSLWantReadError):
-                tls.do_handshake()
-            stranger.sendall(outgoing.read())
+            stranger.sendall(client_hello(orgs[2], federation))
         count += 1
         if count == 50:
             client = exit_stack.enter_context(Https(federation, orgs[1]))
@@ -127,10 +122,10 @@ def test_the_links_of_a_member_are_limited(organisations, exit_stack):
     ]
     codes = [raw.exchange(link, raw.get(raw.STATE))[0] for link in links]
     assert set(codes) == {200}
-    counts = server._listener.connections(federation.members.values())
-    assert counts["org-2"] == _listener.MAX_CONNECTIONS
-    assert raw.exchange(links[-1], raw.get(raw.STATE))[0] == 200  # the newest remain
-    assert raw.exchange(links[0], raw.get(raw.STATE))[0] == 0
+    members = federation.members.values()
+    wait_for(lambda: server._listener.connections(members)["org-2"] <= _listener.MAX_CONNECTIONS)
+    codes = [raw.exchange(link, raw.get(raw.STATE))[0] for link in links]
+    assert codes == [0] * 4 + [200] * _listener.MAX_CONNECTIONS  # the newest remain
     assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
 
 
@@ -188,6 +183,31 @@ def test_a_request_that_no_honest_client_sends_ends_its_connection(name, organis
     assert arrived == []
 
 
+def test_a_refusal_arrives_while_the_remote_still_sends(organisations, exit_stack):
+    """A socket closed with unread bytes is reset, and the reason of the refusal would be lost."""
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    others = exit_stack.enter_context(Https(federated(orgs[:2]), orgs[1]))
+    for _ in range(20):
+        with raw.connect(orgs[2], federation, 1) as link:
+            link.sendall(raw.get(raw.STATE))
+            with pytest.raises(ssl.SSLError, match=r"(?i)unknown.ca"):
+                link.recv(1)
+        with raw.connect(orgs[2], federation, 0) as link:
+            link.sendall(raw.get("/v1/x", Content_Length="9000") + bytes(9000))
+            assert raw.read_answer(link)[0] == 413
+    wait_for(lambda: not server._listener._pending and not others._listener._pending)
+
+
+def test_a_refused_remote_that_sends_on_is_reset(organisations, exit_stack):
+    orgs, federation = organisations
+    exit_stack.enter_context(Https(federation, orgs[0]))
+    with raw.connect(orgs[2], federation, 0) as link:
+        assert raw.exchange(link, raw.get("/v1/%"))[0] == 404
+        with pytest.raises((ssl.SSLError, ConnectionError)):
+            link.sendall(bytes(2**25))
+
+
 def test_ranges_reach_the_handler_as_they_are_signed(organisations, exit_stack):
     """A range that this protocol has not is refused by the form of the request, not here."""
     orgs, federation = organisations
@@ -207,23 +227,35 @@ def test_ranges_reach_the_handler_as_they_are_signed(organisations, exit_stack):
 def test_slow_headers_end_with_the_time_for_the_first_request(
     is_member, organisations, exit_stack, monkeypatch
 ):
-    """TLS and the first request have one time limit, with and without a certificate."""
-    monkeypatch.setattr(_listener, "HANDSHAKE_SECONDS", 0.6)
+    """TLS and the first request have one time limit, which no further byte prolongs."""
+    clock = Clock()
+    monkeypatch.setattr(_listener, "time", clock)
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     if is_member:
         link = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
     else:
         link = exit_stack.enter_context(socket.create_connection(address_of(orgs[0])))
-    wait_for(lambda: server._listener._pending)
-    with contextlib.suppress(OSError):
-        for byte in raw.get("/v1/x") * 100:
-            link.sendall(bytes([byte]))
-            time.sleep(0.02)
-            if not server._listener._pending:
-                break
-    wait_for(lambda: not server._listener._pending)
-    assert link.recv(10) == b"" if is_member else True
+    (connection,) = wait_for(lambda: [*server._listener._pending.values()])
+    assert connection.end == _listener.HANDSHAKE_SECONDS
+    slow = raw.get("/v1/x", A="slow") if is_member else client_hello(orgs[2], federation)
+    for k in range(8):
+        clock.now = k / 8 * connection.end
+        link.sendall(slow[k : k + 1])
+        time.sleep(0.01)
+        assert [*server._listener._pending.values()] == [connection]
+    clock.now = connection.end
+    assert raw.read_answer(link) == (0, {}, b"")
+
+
+def client_hello(identity: Identity, federation: Federation) -> bytes:
+    """Return the first bytes of a connection of a member."""
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    context = _tls.client_context(identity, federation.members[0])
+    tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read()
 
 
 def test_a_silent_member_is_disconnected_between_requests(organisations, exit_stack, monkeypatch):

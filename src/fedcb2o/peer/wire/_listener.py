@@ -33,7 +33,13 @@ import h11
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._http import HttpRequest, RefusedError, RequestParser, problem
+from fedcb2o.peer.wire._http import (
+    MAX_HEADER_BYTES,
+    HttpRequest,
+    RefusedError,
+    RequestParser,
+    problem,
+)
 from fedcb2o.peer.wire._pace import Pace
 from fedcb2o.peer.wire._protocol import BytesLike
 from fedcb2o.peer.wire._tls import close_wrapped, remote_member, server_context
@@ -52,6 +58,7 @@ _SEND_SECONDS = 120.0
 _PIECE_BYTES = 2**20
 _RECORD_BYTES = 2**14
 _RECORDS_PER_TURN = 16
+_DISCARDED_BYTES = 2**16
 _MIN_DESCRIPTORS = 4096
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 32
@@ -183,6 +190,7 @@ class _Connection:
 
     The stream takes the socket over after the first bytes have arrived. `end` is the monotonic time
     at which it is closed. `member` is known after its first request; `signer` is that of the last.
+    After a refusal, at most `surplus` bytes may still arrive.
     """
 
     raw: socket.socket
@@ -193,6 +201,7 @@ class _Connection:
     certificate: tuple[Member, float] | None = None
     member: Member | None = None
     signer: Member | None = None
+    surplus: int | None = None
     parser: RequestParser = field(init=False)
 
     @property
@@ -342,7 +351,7 @@ class Listener:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._shed()
                 return  # otherwise: the connection has ended already
-            if len(self._pending) >= _MAX_PENDING:
+            while len(self._pending) >= _MAX_PENDING:
                 self._drop(self._oldest_of_most())
             raw.setblocking(False)
             end = time.monotonic() + HANDSHAKE_SECONDS
@@ -380,6 +389,9 @@ class Listener:
 
     def _advance(self, connection: _Connection) -> None:
         """Continue a handshake or a request with the bytes that have arrived."""
+        if connection.surplus is not None:
+            self._discard(connection, connection.surplus)
+            return
         try:
             # Before its first bytes a connection costs no memory of OpenSSL.
             if connection.stream is None:
@@ -395,6 +407,9 @@ class Listener:
             self._read_request(connection, connection.stream)
         except RefusedError as error:
             self._refuse(connection, error.code, str(error))
+        except ssl.SSLError:
+            # Unless the remote is gone, it was sent an alert.
+            self._end(connection)
         except (OSError, ValueError):
             self._drop(connection)
 
@@ -476,9 +491,33 @@ class Listener:
         with suppress(OSError, h11.LocalProtocolError):
             if connection.stream is not None:
                 _send(connection, code, [("connection", "close")], problem(code, detail), 0.0)
-        # The remote may read the error, unless it sent more than was read.
+        self._end(connection)
+
+    def _end(self, connection: _Connection) -> None:
+        """Send nothing more, and close a connection after the remote has closed it.
+
+        A socket that is closed with unread bytes is reset, so that a remote which is still sending
+        its request may never see why it is refused.
+        """
         self._forget(connection)
-        self._release(connection, at_once=False)
+        try:
+            socket.socket.shutdown(connection.socket, socket.SHUT_WR)
+        except OSError:  # the remote is gone
+            self._release(connection)
+            return
+        connection.surplus = self._max_body + MAX_HEADER_BYTES
+        connection.end = time.monotonic() + HANDSHAKE_SECONDS
+        self._pending[connection.socket.fileno()] = connection
+        self._selector.register(connection.socket.fileno(), selectors.EVENT_READ)
+
+    def _discard(self, connection: _Connection, surplus: int) -> None:
+        """Read the rest of what a refused remote sends, without decrypting it."""
+        size = 0
+        with suppress(OSError):
+            size = len(socket.socket.recv(connection.socket, _DISCARDED_BYTES))
+        connection.surplus = surplus - size
+        if not size or connection.surplus < 0:
+            self._drop(connection)
 
     def _resume(self, connection: _Connection) -> None:
         """Wait for the next request of a connection, or for the rest of one."""
@@ -518,7 +557,7 @@ class Listener:
         if is_waiting:
             self._selector.unregister(descriptor)
 
-    def _release(self, connection: _Connection, *, at_once: bool = True) -> None:
+    def _release(self, connection: _Connection) -> None:
         """Close a connection that nothing waits for."""
         if connection.member is not None:
             several = self._by_root[connection.member.root]
@@ -528,11 +567,8 @@ class Listener:
             connection.socket.close()
             if is_last:
                 self._on_presence(connection.member.name, False)
-        elif at_once:
-            _reset(connection.socket)
         else:
-            # What was sent still arrives.
-            connection.socket.close()
+            _reset(connection.socket)
 
 
 class Responder:
