@@ -1,6 +1,7 @@
 """Metrics of the paper and the success of an attack, by hand."""
 
 import math
+import os
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from scipy.stats import kendalltau
 from sklearn import metrics as sklearn_metrics
 from sklearn.calibration import calibration_curve
+from tests.type_checks import VARIABLE
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.evaluation import metrics
@@ -148,6 +150,7 @@ def test_the_c_index_of_censored_samples_by_hand():
     assert math.isnan(metrics.c_index(torch.zeros(2, 1), torch.tensor([[1.0, 0], [2, 0]])))
 
 
+@pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse it first")
 def test_metrics_refuse_other_targets_and_have_no_value_of_a_broken_model():
     classes, numbers = torch.tensor([0, 1]), torch.tensor([0.5, 1.0])
     outputs = torch.tensor([[1.0, 0.0], [0.0, 1.0]])

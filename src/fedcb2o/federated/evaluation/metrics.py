@@ -187,7 +187,7 @@ def log_loss(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float
     return float(metrics.log_loss(y, probabilities, labels=np.arange(probabilities.shape[1])))
 
 
-def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
     """Compute R2, the share of the targets' variance that the outputs explain.
 
     Args:
@@ -205,7 +205,7 @@ def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
     return float(r2_score(y, predicted))
 
 
-def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
     """Compute the mean absolute error.
 
     Args:
@@ -221,7 +221,7 @@ def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float
     return float(mean_absolute_error(y, predicted))
 
 
-def rmse(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *k"]) -> float:
+def rmse(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
     """Compute the root of the mean squared error; of several numbers a sample, the mean of them.
 
     Args:
