@@ -39,6 +39,8 @@ rarely = (
     r"federated\.sections\..*",
     r"federated\.(algorithms|attacks)\.section\..*",
     r"(experiments|peer)\..*",
+    r"report\._\w+\..*",
+    r"records\.metrics\.Metric",
     r".*\._\w+",
 )
 nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]

@@ -445,7 +445,8 @@ def keep_rows(folder: Path) -> None:
 
     kept.table["defences"].update(new.table["defences"])
     (kept.folder / "grid.toml").write_text(tomli_w.dumps(kept.table), encoding="utf-8")
-    rows = pd.concat([kept.rows[~kept.rows.defence.isin(new.defences)], new.rows])
+    new_rows = new.rows[new.rows.defence.isin(new.defences)]
+    rows = pd.concat([kept.rows[~kept.rows.defence.isin(new.defences)], new_rows])
     order = {name: place for place, name in enumerate(kept.defences)}
     rows = rows.sort_values("defence", key=lambda names: names.map(order), kind="stable")
     _write_summary(kept.folder, dataclasses.replace(kept, rows=rows))
