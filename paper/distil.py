@@ -56,6 +56,8 @@ ATTACKS: dict[str, Changes] = {
     "gossip attack": {"attack": {"name": "spectral", "eps": 0.3}},
     "sybils": {"attack": {**FLIP, "from_round": 12, "sybils": True}},
 }
+
+
 def settings_of_grid(name: str) -> Changes:
     """Return the data, agents, network and training of a grid, as changes of a preset.
 
