@@ -738,7 +738,7 @@ def try_minimize(draw: Draw) -> str:
 
         def minimize_bad() -> None:
             result = fedcb2o.minimize(BAD_FUNCTIONS[kind], **options)
-            if not np.any(result.success) and not result.fun.isfinite().any():
+            if not torch.as_tensor(result.success).any() and not result.fun.isfinite().any():
                 warnings.warn("the result says that it has no value", stacklevel=1)
 
         return require_message(kind, minimize_bad)
