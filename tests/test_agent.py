@@ -336,6 +336,15 @@ def test_local_statistics_are_not_exchanged():
     assert "1.running_mean" in Agent(network, judge=len).publish()
 
 
+def test_shared_statistics_with_enormous_variances_are_refused():
+    network = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 2))
+    other = copy.deepcopy(network)
+    other[1].running_var.fill_(1e4)
+    agent = Agent(network, validation=(X, Y))
+    assert "guard `max_distance`" in agent.aggregate({"b": other.state_dict()}).refused["b"]
+    assert network[1].running_var.eq(1).all()
+
+
 def test_an_agent_may_predict_numbers():
     network = nn.Linear(2, 1)
     agent = Agent(
