@@ -62,6 +62,8 @@ _LIBRARIES = (
 # Bases of language models that are in fedcb2o or in an installed package.
 _BUILT_IN_BASES = ("tiny", "smollm2")
 
+_configuration_folder: list[Path] = []  # that of the last file that was read, if any
+
 F = TypeVar("F", bound=PluginFunction)
 T = TypeVar("T")
 
@@ -154,6 +156,8 @@ def _import_function(kind: str, name: str) -> PluginFunction:
     module_name, _, attribute = name.partition(":")
 
     _search_first(Path.cwd(), again=False)
+    if _configuration_folder:
+        _search_first(_configuration_folder[0], again=True)
     try:
         module = importlib.import_module(module_name)
     except (Exception, SystemExit) as error:  # a user's module may fail in any way at import
@@ -182,9 +186,12 @@ def _import_function(kind: str, name: str) -> PluginFunction:
 
 
 def find_modules_beside(configuration: Path) -> None:
-    """Look for modules in the folder of a configuration first, then in the current one."""
-    _search_first(Path.cwd(), again=False)
-    _search_first(configuration.parent.resolve(), again=True)
+    """Look for modules in the folder of a configuration first, then in the current one.
+
+    Python's path changes when a configuration names a function of a user, and not before: files
+    in the folder could replace modules of libraries.
+    """
+    _configuration_folder[:] = [configuration.parent.resolve()]
 
 
 def _search_first(folder: Path, *, again: bool) -> None:

@@ -450,7 +450,7 @@ SETTINGS: Table = {
     "wide batch": {"training.batch_size": 1000}, "validation": {"agents.validation": 0.5},
     "no hold-out": {"agents.hold_out": False}, "independent": {"agents.initialisation": "independent"},
     "two clusters": {"agents.num_clusters": 2}, "four clusters": {"agents.num_clusters": 4}, "together": {"together": 2},
-    "local": {"model.buffers": "local"}, "dropped": {"model.buffers": "dropped"}, "channels last": {"layout": "channels_last"},
+    "shared": {"model.buffers": "shared"}, "dropped": {"model.buffers": "dropped"}, "channels last": {"layout": "channels_last"},
     "few samples": {"agents.benign_samples": 3}, "two samples": {"agents.benign_samples": 2, "agents.validation": 0.5},
     "NumPy integers": {"training.batch_size": np.int64(4), "rounds": np.int32(2), "seeds": np.arange(3, 4)},
     "NumPy floats": {"training.gamma": np.float32(0.03125), "agents.validation": np.float64(0.25)},

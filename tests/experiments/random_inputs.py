@@ -260,7 +260,7 @@ class Case:
             "lambda2": 1.0, "local_steps": None, "validation": 0.2, "hold_out": True,
             "initialisation": "common", "test_share": float(self.share), "benign_samples": None,
             "average": CHOICES["algorithm"][combination["algorithm"]], "rounds": table["rounds"],
-            "buffers": table["model"].get("buffers", "shared"), "seed": int(table["seeds"][0]),
+            "buffers": table["model"].get("buffers", "local"), "seed": int(table["seeds"][0]),
             **table["agents"], **table["training"],
         }  # fmt: skip
         s = {key: v.item() if hasattr(v, "item") else v for key, v in s.items()}

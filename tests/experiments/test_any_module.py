@@ -82,11 +82,11 @@ def test_agents_do_not_exchange_a_frozen_base(tmp_path):
     assert models.shape[1] == -(-3 * (64 + 32 + 32 + 10) // 16) * 16
 
 
-def test_shared_statistics_are_the_default():
-    local, default, shared = (
+def test_local_statistics_are_the_default():
+    explicit, default, shared = (
         load(experiment(with_norms, **options)) for options in ({"buffers": "local"}, {}, SHARED)
     )
-    assert local.fingerprint(0) != default.fingerprint(0) == shared.fingerprint(0)
+    assert explicit.fingerprint(0) == default.fingerprint(0) != shared.fingerprint(0)
     message = r"`model\.buffers`: input should be 'shared', 'local' or 'dropped'"
     with pytest.raises(ConfigError, match=message):
         load(experiment(with_norms, buffers="mixed"))

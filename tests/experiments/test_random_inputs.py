@@ -23,7 +23,7 @@ EQUAL = [
     {"labels": "two targets", "loss": "own", "owners": "PyTorch data sets"},
     {"names": "mapping", "labels": "uint8", "loss": "smoothed"},
     {"model": "batch norm", "settings": "batch of 7"},
-    {"model": "batch norm", "settings": "local", "algorithm": "dfedavgm"},
+    {"model": "batch norm", "settings": "shared", "algorithm": "dfedavgm"},
     {"model": "LSTM", "shape": "sequence", "optimiser": "nesterov"},
     {"model": "embedding", "shape": "tokens", "scale": "levels", "dtype": "int64"},
     {"model": "functional dropout", "settings": "steps"},

@@ -70,9 +70,9 @@ class ModelSection(Component):
         key_field(
             "how agents treat [the statistics of norms](extending.md#model), where your own "
             "network has batch norms",
-            default='"shared"',
+            default='"local"',
         ),
-    ] = "shared"
+    ] = "local"
     random_evaluation: Annotated[
         bool,
         key_field(
