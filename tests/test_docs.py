@@ -4,6 +4,7 @@ A function has its labels in its own docstring. If the table names a module, its
 A block after the comment `<!-- no test: reason -->` is not tested.
 """
 
+import ast
 import dataclasses
 import functools
 import importlib
@@ -56,6 +57,22 @@ def rows() -> list[tuple[str, str]]:
 def test_the_documentation_exists():
     assert (ROOT / "README.md").exists()
     assert rows(), "docs/equations.md has no row"
+
+
+@pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
+def test_a_block_runs_twice(page):
+    """Every run with a folder of its own is resumed or overwritten, so that a cell can run again."""
+    cells = re.findall(
+        r"^```(?:python|\{code-cell\})\n(.*?)^```$", page.read_text("utf-8"), re.M | re.S
+    )
+    cells = [re.sub(r"^[!%:][^\n]*$|\A---.*?^---$", "", cell, flags=re.M | re.S) for cell in cells]
+    for cell in cells:
+        for call in filter(lambda node: isinstance(node, ast.Call), ast.walk(ast.parse(cell))):
+            words = {keyword.arg for keyword in call.keywords}
+            if ast.unparse(call.func) in ("fedcb2o.run", "fedcb2o.bench") and (
+                call.args or "out" in words
+            ):
+                assert words & {"resume", "overwrite"}, ast.unparse(call)
 
 
 @pytest.mark.parametrize(

@@ -285,6 +285,11 @@ def failing_line(error: BaseException, file: str | None = None) -> str:
     return f" at line {found[-1].lineno} of {found[-1].filename}" if found else ""
 
 
+def is_of_library(file: str) -> bool:
+    """Return whether a file belongs to Python, an installed package or fedcb2o."""
+    return file.startswith(_LIBRARIES[1:])
+
+
 def foreign_names_in(value: Any) -> Iterator[str]:
     """Yield every text in tables that may be an import path, a file, or a model to download."""
     if isinstance(value, Mapping):

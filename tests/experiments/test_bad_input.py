@@ -258,8 +258,8 @@ def test_an_existing_run_is_not_overwritten(tmp_path, path):
     before = bits(out)
     again = run_cli("run", path, "--out", out, "--workers", 1).one_line()
     assert again == (
-        f"{out} already holds seed 1000 of this run: --resume continues it (in Python resume=True),"
-        " --overwrite begins anew (overwrite=True), or choose another --out"
+        f"{out} already holds seed 1000 of this run: --resume continues it, --overwrite begins "
+        "anew, or choose another --out"
     )
     other = run_cli("run", path, "--out", out, "--set", "agents.budget=2").one_line()
     assert (

@@ -1,12 +1,17 @@
 """Records and output of a run: summary, asked peers, progress and versions."""
 
+import importlib
 import io
 import json
+import linecache
 import os
+import sys
 from importlib.metadata import version
+from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from rich.console import Console
 from rich.text import Text
 from tests.tiny import bits, lines_of, run_cli, tiny, write
@@ -227,6 +232,79 @@ def test_a_run_is_overwritten_on_request_only(tmp_path):
     (tmp_path / "other/notes.txt").write_text("mine")
     with pytest.raises(RunError, match="is not empty and holds no run"):
         run(tiny(), out=tmp_path / "other", workers=1, overwrite=True)
+
+
+NETWORK = """
+import math
+
+from torch import nn
+
+SIZE = {size}
+
+
+class Net(nn.Module):
+    def __init__(self, inputs, outputs):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(inputs, SIZE), nn.{layer}(), nn.Linear(SIZE, outputs))
+
+    def forward(self, x):
+        return self.layers(x){comment}
+
+
+def build(input_shape, num_classes):
+    return Net(math.prod(input_shape), num_classes)
+"""
+
+
+def test_a_changed_source_is_named_on_resume(tmp_path, monkeypatch, caplog):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def again(module="net_of_user", **options):
+        Path(f"{module}.py").write_text(NETWORK.format_map({**before, **options}))
+        sys.modules.pop(module, None)
+        linecache.clearcache()
+        importlib.invalidate_caches()
+        caplog.clear()
+        table = tiny(rounds=1, model={"name": f"{module}:build"})
+        return run(table, out=tmp_path / "run", workers=1, resume=True)
+
+    before = {"size": 4, "layer": "ReLU", "comment": ""}
+    again()
+    again(comment="  # unchanged")
+    assert not caplog.text
+    for change in ({"size": 5}, {"layer": "Tanh"}):
+        again(**change)
+        assert "run/seed-1000 began with another source of `net_of_user:build`" in caplog.text
+    table = tiny(rounds=1, model={"name": "net_of_user:build"})
+    with pytest.raises(RunError) as error:
+        run(table, out=tmp_path / "run", workers=1)
+    assert str(error.value) == (
+        f"{tmp_path / 'run'} already holds seed 1000 of this run, with another source of "
+        "`net_of_user:build`: resume=True continues it, overwrite=True begins anew, or choose "
+        "another `out`"
+    )
+
+
+def test_a_changed_class_of_a_network_object_is_named(tmp_path, caplog):
+    def network(layer):
+        class Net(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(64, 10)
+
+            def forward(self, x):
+                return layer(self.linear(x.flatten(1)))
+
+        torch.manual_seed(0)
+        return Net()
+
+    options = {"data": "digits", "rounds": 1, "benign_samples": 20, "out": tmp_path, "workers": 1}
+    run(model=network(abs), **options)
+    run(model=network(abs), **options, resume=True)
+    assert "another source" not in caplog.text
+    run(model=network(lambda y: -y), **options, resume=True)
+    assert "another source" in caplog.text
 
 
 def far_targets():

@@ -37,7 +37,7 @@ from fedcb2o.experiments.runs._memory_plan import clip_workers
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._remote_job import format_error
 from fedcb2o.experiments.runs._run_directory import describe_difference, exclusive_lock
-from fedcb2o.experiments.runs._runner import run
+from fedcb2o.experiments.runs._runner import run_loaded
 from fedcb2o.kernels import devices
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._process_pool import current_pool
@@ -471,7 +471,15 @@ def _run_cell(data: Path | None, experiment: Experiment, folder: Path) -> tuple[
     error = None
     try:
         _wait_for_lock(folder)
-        run(experiment, out=folder, data_dir=data, workers=1, resume=True, watch=lambda *_: None)
+        run_loaded(
+            experiment,
+            None,
+            out=folder,
+            data_dir=data,
+            workers=1,
+            resume=True,
+            watch=lambda *_: None,
+        )
     except Exception as failure:  # an internal error fails this cell, not the others
         error = format_error(failure)
     return time.monotonic() - began, error

@@ -14,6 +14,7 @@ from fedcb2o.data import features
 from fedcb2o.experiments.config.datasets import shared_pool
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
+from fedcb2o.experiments.runs._sources import source_digests
 from fedcb2o.kernels import devices
 
 
@@ -25,7 +26,7 @@ def write_provenance(
     device: torch.device,
 ) -> None:
     """Write environment.json, agents.json and, for images, samples.safetensors."""
-    write_environment(folder, prepared.seed, workers, kernels, device)
+    write_environment(folder, prepared, workers, kernels, device)
     records.atomic_write(folder / "agents.json", records.to_json(_participants(prepared)))
     if prepared.dataset.pool.x.ndim == 4:
         content = save({"images": _sample_images(prepared)})
@@ -106,15 +107,22 @@ def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
 
 
 def write_environment(
-    folder: Path, seed: int, workers: int, kernels: Mapping[str, Any], device: torch.device
+    folder: Path,
+    prepared: PreparedSeed,
+    workers: int,
+    kernels: Mapping[str, Any],
+    device: torch.device,
 ) -> None:
-    """Write environment.json: versions, machine and kernels."""
+    """Write environment.json: versions, machine, kernels and digests of users' functions."""
     environment = {
-        "seed": seed,
+        "seed": prepared.seed,
         **_versions(device),
         "platform": platform.platform(),
         "workers": workers,
     }
+    sources = source_digests(prepared.experiment.settings())
+    if sources:
+        environment["sources"] = sources
     records.write_json(folder / ENVIRONMENT, {**environment, **kernels})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.records import DamagedError, Manifest
 
 
@@ -78,10 +79,12 @@ def _check_existing(
     common = [seed for seed in experiment.seeds if seed in begun]
     with_rounds = [seed for seed in common if _has_rounds(begun[seed])]
     if with_rounds and not resume:
+        seed = with_rounds[0]
+        changed = changed_sources(begun[seed], settings)
         raise RunError(
-            f"{folder} already holds seed {with_rounds[0]} of this run: --resume continues it "
-            "(in Python resume=True), --overwrite begins anew (overwrite=True), or choose another "
-            "--out"
+            f"{folder} already holds seed {seed} of this run"
+            f"{f', with another source of {changed}' if changed else ''}: --resume continues it, "
+            "--overwrite begins anew, or choose another --out"
         )
     rounds = existing.get("rounds", 0)
     if rounds > experiment.rounds:

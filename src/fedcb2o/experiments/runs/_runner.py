@@ -22,6 +22,7 @@ from fedcb2o.experiments.runs._cluster_backend import (
 from fedcb2o.experiments.runs._local_backend import LocalBackend
 from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
+from fedcb2o.experiments.runs._python_words import python_words
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
 from fedcb2o.experiments.runs._seed_run import (
@@ -39,6 +40,7 @@ _LOG = logging.getLogger(__name__)
 
 
 @safe_streams()
+@python_words()
 def run(
     experiment: str | Path | Mapping[str, Any] | Experiment | None = None,
     *,
@@ -147,16 +149,16 @@ def run_loaded(
     experiment: Experiment,
     dataset: Dataset | None,
     *,
-    out: str | Path | None,
-    data_dir: Path | None,
-    workers: int | None,
-    memory: str | int | None,
-    resume: bool,
-    overwrite: bool,
-    watch: RoundCallback | None,
-    cluster: str | None,
-    blocks: int | None,
-    track: str | Sequence[str] | None,
+    out: str | Path | None = None,
+    data_dir: Path | None = None,
+    workers: int | None = None,
+    memory: str | int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    watch: RoundCallback | None = None,
+    cluster: str | None = None,
+    blocks: int | None = None,
+    track: str | Sequence[str] | None = None,
 ) -> Run:
     """Run a loaded experiment as `run` does; its data set is read where it is None."""
     _check_arguments(out, workers, watch, cluster, blocks)

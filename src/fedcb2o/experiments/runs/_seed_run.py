@@ -30,6 +30,7 @@ from fedcb2o.experiments.runs._provenance import (
 from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
 from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
 from fedcb2o.experiments.runs._run_directory import make_folder
+from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.kernels import _autotune, devices
@@ -139,6 +140,15 @@ def run_seed(
     """Run a seed from its last checkpoint, or from the start, to the last round."""
     experiment = prepared.experiment
     manifest = verify_seed(folder, experiment.rounds)
+    if manifest is not None and manifest.rounds:
+        changed = changed_sources(folder, experiment.settings())
+        if changed:
+            _LOG.warning(
+                "%s began with another source of %s, and keeps its rounds: overwrite the run to "
+                "begin anew",
+                folder,
+                changed,
+            )
     # A finished seed is not opened, so that repeating a command costs little.
     if manifest is not None and manifest.has_finished(experiment.rounds):
         return
@@ -150,7 +160,7 @@ def run_seed(
     device = devices.resolve_device(experiment.device)
     kernels = choose_kernels(folder, prepared)
     if not (folder / ENVIRONMENT).exists():  # kept for the next start, if this one is killed
-        write_environment(folder, prepared.seed, place.processes, kernels, device)
+        write_environment(folder, prepared, place.processes, kernels, device)
     _log_choices(watch, prepared, place, kernels, device)
     prepared = prepared.with_kernels(**kernels)
 
