@@ -132,6 +132,25 @@ def test_the_default_algorithm_is_the_recommended_one():
             {"algorithm.guards.max_distance": False, "algorithm.guards.interpolation": 0.5},
             "FedAssay (max_distance = false)",
         ),
+        ("digits-fedcbo", {"agents.budget": 3}, "FedCBO (budget = 3)"),
+        ("digits-fedcbo", {"algorithm.alpha": 2.0}, "FedCBO (alpha = 2)"),
+        (
+            "digits-fedcbo",
+            {"algorithm.own_model": "trusted"},
+            "FedCBO (text, own_model = trusted, mixing_factor = 1)",
+        ),
+        ("digits-fedassay", {"agents.hold_out": True}, "FedAssay (hold_out = true)"),
+        ("digits-fedassay", {"data": {"name": "mnist"}}, "FedAssay (data = mnist)"),
+        (
+            "digits-fedassay",
+            {
+                "agents.benign": 9,
+                "agents.budget": 3,
+                "agents.malicious": 1,
+                "agents.benign_samples": 9,
+            },
+            "FedAssay (benign = 9, malicious = 1, ...)",
+        ),
         ("digits-fedcbo-released", {"algorithm.name": "fedassay"}, "FedAssay"),
         (
             "digits-fedassay",

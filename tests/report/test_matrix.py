@@ -542,6 +542,15 @@ def test_an_entry_without_attack_has_accuracy_and_no_success(tmp_path):
     assert list(grid_notes(view.results)) == []
 
 
+def test_defences_that_train_on_other_samples_are_named(tmp_path):
+    defences = {MEDIAN: {"agents": {"hold_out": True, "validation": 0.5}}, MEAN: {"seeds": [0, 1]}}
+    grid = make_grid(tmp_path / "grid", defences=defences, agents={"hold_out": False})
+    assert (
+        "These defences differ in samples or evaluation: agents.hold_out = True, "
+        f"agents.validation = 0.5 ({MEDIAN}); as the grid ({MEAN})"
+    ) in list(grid_notes(read_grid(grid)))
+
+
 @pytest.mark.usefixtures("no_figures")
 def test_a_setting_without_results_is_omitted(tmp_path):
     results = read_grid(make_grid(tmp_path / "grid"))

@@ -9,7 +9,7 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import STANDARD_METRICS, slug
+from fedcb2o.records import STANDARD_METRICS, flatten, slug
 from fedcb2o.report._article import ArticleForm, write_article
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
@@ -24,6 +24,7 @@ from fedcb2o.report.grid_tables import (
     SettingResults,
     compare_settings,
     defence_overview,
+    describe_changes,
     difference_matrix,
     losses_against_baselines,
     metric_matrix,
@@ -32,6 +33,13 @@ from fedcb2o.report.grid_tables import (
     tuning_table,
     worst_regret_differences,
     worst_regrets,
+)
+
+# Settings that decide which samples train, validate and test.
+_CONDITIONS = (
+    *(f"agents.{key}" for key in ("hold_out", "validation", "benign_samples", "malicious_samples")),
+    "evaluate_on",
+    "rounds",
 )
 
 
@@ -127,8 +135,27 @@ def grid_notes(results: GridResults) -> Iterator[str]:
         attack = row.attack or BASELINES[row.role].lower()
         cell = ", ".join(filter(None, [row.setting, row.defence, attack]))
         yield f"{cell} failed: {row.error}"
+    yield from _condition_notes(results)
     if results.table.get("evaluate_on") == "tuning":
         yield "All of this was measured on tuning data, not on the test set"
+
+
+def _condition_notes(results: GridResults) -> Iterator[str]:
+    """Name the defences and attacks that train or are evaluated on other samples than the rest."""
+    shared = flatten(results.table)
+    for kind in ("defences", "attacks"):
+        groups: dict[str, list[str]] = {}
+        for name, entry in results.table[kind].items():
+            own = {
+                key: value
+                for key, value in flatten(entry).items()
+                if (key in _CONDITIONS or key.startswith("data.")) and value != shared.get(key)
+            }
+            text = describe_changes(own) if own else "as the grid"
+            groups.setdefault(text, []).append(name)
+        if len(groups) > 1:
+            parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
+            yield f"These {kind} differ in samples or evaluation: {'; '.join(parts)}"
 
 
 def _progress_notes(results: GridResults, attacked: pd.DataFrame) -> Iterator[str]:

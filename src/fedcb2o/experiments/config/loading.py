@@ -19,14 +19,12 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.resolved import COMPONENT_SECTIONS
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
-from fedcb2o.experiments.config.titles import algorithm_title
+from fedcb2o.experiments.config.titles import Title, algorithm_title, changed_title, format_title
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
-_METHOD_SECTIONS = ("algorithm", "agents")  # sections that a preset's title describes
-# Keys of these sections that no title describes: the share of samples that only validate.
-_SAMPLE_KEYS = ("agents.hold_out", "agents.validation")
+_TITLED_SECTIONS = ("algorithm", "agents", "data")  # whose changes a title names
 KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
 """Keys of other libraries, and the keys of the same meaning in an experiment."""
 
@@ -53,9 +51,19 @@ def load(
         raise ConfigError(f"{where}: {describe_error(error, table)}") from None
     if experiment.title:
         return experiment
-    resolved = experiment.resolved
-    title = algorithm_title(experiment.algorithm, resolved.method, resolved.algorithm)
+    after = _algorithm_title(experiment)
+    title = format_title(after)
+    if isinstance(source, str) and changes and not source.endswith(".toml"):
+        original = preset(source)
+        former = {**table, "algorithm": original.get("algorithm", {})}
+        before = _algorithm_title(Experiment.model_validate(former))
+        title = changed_title(original, table, before, after)
     return experiment.model_copy(update={"title": title})
+
+
+def _algorithm_title(experiment: Experiment) -> Title:
+    resolved = experiment.resolved
+    return algorithm_title(experiment.algorithm, resolved.method, resolved.algorithm)
 
 
 def read_settings(
@@ -80,10 +88,8 @@ def read_settings(
     else:
         table = preset(str(source))
         where = f"preset `{source}`"
-        described = [key for key in changes or {} if key not in _SAMPLE_KEYS]
-        if any(key.split(".")[0] in _METHOD_SECTIONS for key in described):
-            # The title of the preset would name a method that the changes have replaced.
-            table["title"] = ""
+        if any(key.split(".")[0] in _TITLED_SECTIONS for key in changes or {}):
+            table["title"] = ""  # `load` makes one that names the changes
 
     if "defences" in table and "attacks" in table:
         raise ConfigError(f"{where} is a grid: `fedcb2o bench` runs it")

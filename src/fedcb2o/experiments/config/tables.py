@@ -119,9 +119,9 @@ def _names_of_file(path: Path) -> dict[str, str]:
 def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict[str, Any]:
     """Merge a table over the preset or file that its key `extends` names, section by section.
 
-    The key is removed from `table`. The title is empty unless `table` has one: the algorithm
-    decides it. A file is looked for in the folder of the last of `files`, from which the table was
-    read.
+    The key is removed from `table`. Without a title in `table` it is that of a preset with the
+    same algorithm, or empty: the algorithm decides it. A file is looked for in the folder of the
+    last of `files`, from which the table was read.
     """
     name = table.pop("extends", None)
     if name is None:
@@ -137,10 +137,17 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
         if any(path.resolve() == file.resolve() for file in files):
             raise ConfigError(f"{files[-1]}: `extends` = {name!r} leads back to itself")
         base = read_table(path, files)
-    for key in ("name", "title", "description"):
+    title = base.pop("title", "")
+    for key in ("name", "description"):
         base.pop(key, None)
+    if (
+        str(name).endswith(".toml")
+        or "algorithm" in table
+        or "malicious_role" in table.get("agents", {})
+    ):
+        title = ""
     merged = {key: merge(base.get(key), value) for key, value in table.items()}
-    return {**base, "title": "", **merged}
+    return {**base, "title": title, **merged}
 
 
 def merge(base: Any, value: Any) -> Any:

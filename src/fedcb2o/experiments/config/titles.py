@@ -21,15 +21,67 @@ _NAMES = {
 }
 
 
-def algorithm_title(section: AlgorithmSection, method: Part, algorithm: Algorithm) -> str:
-    """Return the algorithm, and what differs from its defaults: "FedCB2O (text, T_G = 20)"."""
+Title = tuple[str, list[str]]
+"""A name, and details for the parentheses after it."""
+_MAX_DETAILS = 3  # of the set-up
+_SETUP_SECTIONS = ("data", "agents")
+_COUNTS = ("benign", "num_clusters")  # which data with owners decide, where a preset has none
+
+
+def format_title(title: Title) -> str:
+    """Return a title on one line: "FedCB2O (text, T_G = 20)"."""
+    name, details = title
+    return f"{name} ({', '.join(details)})" if details else name
+
+
+def algorithm_title(section: AlgorithmSection, method: Part, algorithm: Algorithm) -> Title:
+    """Return the algorithm, and what differs from its defaults."""
     given = dict(section.parameters)
     name = plugins.label(section.name)
     title = _NAMES.get(name, name)
     if "rule" in given:
         title = _text(given.pop("rule"))
-    details = list(_details(section, method, algorithm, given))
-    return f"{title} ({', '.join(details)})" if details else title
+    return title, list(_details(section, method, algorithm, given))
+
+
+def changed_title(
+    preset: Mapping[str, Any], table: Mapping[str, Any], before: Title, after: Title
+) -> str:
+    """Return the title of a preset, with what its changes to `table` changed.
+
+    `before` and `after` are the titles of the algorithms. Another algorithm, and attackers where an
+    oracle had none, make the preset's own title wrong.
+    """
+    roles = [settings.get("agents", {}).get("malicious_role") for settings in (preset, table)]
+    own, _, detail = str(preset.get("title", "")).partition(" (")
+    name, details = after
+    if own and roles[0] == roles[1] and name == before[0] and {*before[1]} <= {*details}:
+        name = own
+        details = [item for item in details if item not in before[1]]
+        details = [detail.removesuffix(")"), *details] if detail else details
+    setup = list(_setup_changes(preset, table))
+    if len(setup) > _MAX_DETAILS:
+        setup[_MAX_DETAILS - 1 :] = ["..."]
+    return format_title((name, [*details, *setup]))
+
+
+def _setup_changes(preset: Mapping[str, Any], table: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the keys of data and agents that differ from a preset.
+
+    Samples that all train and validate are not named: they are the recommended method's default.
+    """
+    for section in _SETUP_SECTIONS:
+        old, new = (dict(settings.get(section, {})) for settings in (preset, table))
+        if new.get("name") != old.get("name"):
+            yield f"{section} = {_text(new.get('name'))}"
+            continue
+        known = {"malicious_role"}
+        if (new.get("hold_out"), new.get("validation")) == (False, 1.0):
+            known |= {"hold_out", "validation"}
+        known |= {key for key in _COUNTS if key not in old}
+        for key in {**old, **new}:
+            if key not in known and old.get(key) != new.get(key):
+                yield f"{key} = {_text(new.get(key))}"
 
 
 def _details(
