@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from paper import results
 from tests.peer.folders import draw_node
 from tests.report.synthetic import draw_run
-from tests.report.test_matrix import make_grid
+from tests.report.test_matrix import MEAN, make_grid
 
 from fedcb2o.peer.report import write_node_report as report_node
 from fedcb2o.report import (
@@ -225,3 +225,31 @@ def test_the_explorer_computes_the_intervals_and_regrets_of_the_reports(tmp_path
             row = statistics.loc[defence, attack]
             percentages = [100 * row[name] for name in ("mean", "low", "high")]
             assert numbers(cells[attack]) == pytest.approx(percentages, abs=0.11), (defence, attack)
+
+
+DROP = """
+<!doctype html><pre id="seen"></pre><iframe src="%s"></iframe><script>
+const frame = document.querySelector("iframe");
+const wait = () => {
+  const page = frame.contentDocument;
+  if (!page.body.dataset.ready) return setTimeout(wait, 50);
+  frame.contentWindow.addSummary("mine.csv", %s);
+  const rows = [...page.getElementById("table").rows].map(row => [...row.cells].map(cell => cell.innerText));
+  document.getElementById("seen").textContent = JSON.stringify(rows);
+};
+frame.onload = wait;
+</script>
+"""
+
+
+def test_a_summary_of_the_reader_is_shown_beside_the_grid(tmp_path):
+    grid = read_grid(make_grid(tmp_path / "grid"))
+    (tmp_path / "report.html").write_text(_grid_page.explorer_page([grid], "Hand"))
+    text = grid.summary_csv().replace(f",{MEAN},", ',"Mine, tuned",')
+    page = DROP % ((tmp_path / "report.html").as_uri(), json.dumps(text))
+    (tmp_path / "probe.html").write_text(page)
+    done = browse((tmp_path / "probe.html").as_uri(), tmp_path)
+    match = re.search(r'<pre id="seen">(.*?)</pre>', done.stdout, re.DOTALL)
+    rows = {row[0].split(" (")[0]: row[1:] for row in json.loads(html.unescape(match[1]))}
+    assert rows["Mine, tuned"] == rows[MEAN]
+    assert len(rows) == 1 + 3  # a head above two defences and the added one

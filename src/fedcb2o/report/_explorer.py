@@ -148,6 +148,7 @@ def _describe_table(view: SettingResults) -> dict[str, Any]:
     return {
         "id": "/".join(filter(None, [slug(name), view.setting and slug(view.setting)])),
         "title": ": ".join(filter(None, [results.title, view.setting])),
+        "about": _about(view),
         "facts": _facts(view),
         "defences": defences,
         "changes": changes,
@@ -201,6 +202,24 @@ def _measure_values(
     if least:
         description["least"] = least
     return description, integers.astype(np.uint16)
+
+
+def _about(view: SettingResults) -> str:
+    """Describe data, attackers and regret in one sentence."""
+    table = view.results.table
+    setting = table.get("settings", {}).get(view.setting, {})
+    agents = {**_as_section(table.get("agents")), **_as_section(setting.get("agents"))}
+    data = {**_as_section(table.get("data")), **_as_section(setting.get("data"))}.get("name")
+    clusters = agents.get("num_clusters", 1)
+    benign, malicious = (
+        sum(number) if isinstance(number, list) else number * clusters
+        for number in (agents.get("benign", 0), agents.get("malicious", 0))
+    )
+    who = f"{benign + malicious} agents, {malicious} of them malicious," if benign else "Agents"
+    return (
+        f"{who} learn {data or 'from their data'}; a column is one attack, and the regret of a "
+        "defence is its distance to the best defence under the same attack."
+    )
 
 
 def _facts(view: SettingResults) -> list[tuple[str, str]]:

@@ -85,6 +85,7 @@ function holm(cells) {
 // ---- one table
 
 function seedValues(table, measure, i, j) {
+  if (table.base) return addedValues(table, measure, i, j);
   const start = measure.offset + (i * table.columns.length + j) * table.seeds.length;
   return table.seeds.map((_, k) => {
     const number = low[start + k] + 256 * high[start + k];
@@ -127,7 +128,7 @@ function compute(table, measure, state) {
     });
     const attacks = row.cells.filter((_, k) => state.show === "regret" || columns[k] >= table.baselines);
     row.worst = null;
-    if (state.show !== "difference" && measure.worse !== "neither" && attacks.length && attacks.every(cell => cell)) {
+    if (measure.worse !== "neither" && attacks.length && attacks.every(cell => cell)) {
       const worseHigh = state.show === "regret" || !lowIsWorse;
       row.worst = attacks.reduce((a, b) => (worseHigh ? b.mean > a.mean : b.mean < a.mean) ? b : a);
     }
@@ -289,11 +290,20 @@ function draw() {
   $("table").replaceChildren(element("caption", {}, element("span", {}, captionOf(state))), element("thead", {}, head), element("tbody", {}, ...body));
   const first = $("table").querySelector("td");
   if (first) first.tabIndex = 0;
+  $("about").textContent = table.about;
   $("facts").replaceChildren(...table.facts.flatMap(([key, text]) => [element("dt", {}, key), element("dd", {}, text)]));
   const few = hidden && !state.few ? ` ${hidden} defences with fewer seeds are hidden.` : "";
   $("status").textContent = `${shown.rows.length} defences, ${columns.length} columns.${few}`;
+  showHidden();
   const chosen = $("table").querySelector(".chosen");
   if (chosen) chosen.scrollIntoView({block: "nearest"});
+}
+
+// Columns beyond the right edge, counted below the table.
+function showHidden() {
+  const right = document.querySelector(".results").getBoundingClientRect().right;
+  const count = [...$("table").tHead.rows[0].cells].filter(cell => cell.getBoundingClientRect().right > right + 1).length;
+  $("more").textContent = count ? `${count} more column${count === 1 ? "" : "s"} to the right: scroll →` : "";
 }
 
 function captionOf(state) {
@@ -334,6 +344,57 @@ function showDetail(event) {
   if (detail) $("detail").textContent = detail;
 }
 
+// ---- a summary.csv of the reader, shown beside the chosen table
+
+function addedValues(table, measure, i, j) {
+  const {base} = table, column = table.columns[j], own = measure.base;
+  return table.seeds.map(seed => {
+    if (i >= base.defences.length) return table.added.get([table.defences[i], column, seed, measure.name].join("\n")) ?? NaN;
+    const k = base.seeds.indexOf(seed);
+    return k < 0 || !own || j >= base.columns.length ? NaN : seedValues(base, own, i, j)[k];
+  });
+}
+
+function parseCsv(text) {
+  const [head, ...rows] = text.trim().split(/\r?\n/).map(line =>
+    [...("," + line).matchAll(/,(?:"((?:[^"]|"")*)"|([^,]*))/g)].map(([, quoted, plain]) => quoted?.replaceAll('""', '"') ?? plain));
+  return rows.map(row => Object.fromEntries(head.map((name, k) => [name, row[k] ?? ""])));
+}
+
+function addSummary(name, text) {
+  const chosen = readState().table, base = chosen.base ?? chosen, rows = parseCsv(text), added = new Map();
+  if (!rows.length || !["defence", "attack", "seed"].every(key => key in rows[0])) throw new Error("it has no columns defence, attack and seed");
+  const roles = {clean: "Attackers clean", removed: "Attackers removed"}, all = values => [...new Set(values)];
+  const settings = all(rows.map(row => row.setting)).length > 1;
+  for (const row of rows) {
+    row.defence = `${row.defence}${settings ? `, ${row.setting}` : ""} (${name})`;
+    row.attack = roles[row.role] || row.attack;
+    row.seed = Number(row.seed);
+    for (const [key, value] of Object.entries(row)) if (typeof value === "string" && value !== "" && !Number.isNaN(Number(value)))
+      added.set([row.defence, row.attack, row.seed, key].join("\n"), Number(value));
+  }
+  const own = all(rows.map(row => row.defence)), seeds = all([...base.seeds, ...rows.map(row => row.seed)]);
+  const columns = all([...base.columns, ...rows.map(row => row.attack)]);
+  const move = flat => Math.floor(flat / base.columns.length) * columns.length + flat % base.columns.length;
+  const counts = own.map(defence => all(rows.filter(row => row.defence === defence).map(row => row.seed)).length);
+  const largest = measure => Math.max(measure.largest, ...[...added].filter(([key]) => key.endsWith("\n" + measure.name)).map(([, value]) => value));
+  const table = {...base, base, added, columns, seeds, id: `${base.id}+${name}`, title: `${base.title}, beside ${name}`,
+    defences: [...base.defences, ...own], changes: [...base.changes, ...own.map(() => name)], counts: [...base.counts, ...counts],
+    exceeded: base.exceeded.map(move), failed: base.failed.map(move),
+    measures: base.measures.map(measure => ({...measure, base: measure, largest: largest(measure)}))};
+  tables = [...tables.filter(each => each.id !== table.id), table];
+  $("grid").closest("label").hidden = false;
+  change({table, few: true});
+}
+
+async function openFile(file) {
+  try {
+    addSummary(file.name, await file.text());
+  } catch (error) {
+    $("status").textContent = `${file.name} is no summary.csv of a grid: ${error.message}.`;
+  }
+}
+
 async function start() {
   const data = await unpack($("data").textContent), length = new DataView(data.buffer).getUint32(0, true);
   tables = JSON.parse(new TextDecoder().decode(data.subarray(4, 4 + length)));
@@ -353,6 +414,14 @@ async function start() {
     link.click();
     URL.revokeObjectURL(link.href);
   };
+  $("file").onchange = () => { if ($("file").files.length) openFile($("file").files[0]); };
+  document.ondragover = event => event.preventDefault();
+  document.ondrop = event => {
+    event.preventDefault();
+    if (event.dataTransfer.files.length) openFile(event.dataTransfer.files[0]);
+  };
+  document.querySelector(".results").onscroll = showHidden;
+  addEventListener("resize", showHidden);
   $("table").onkeydown = moveFocus;
   $("table").addEventListener("focusin", showDetail);
   $("table").onmouseover = showDetail;
