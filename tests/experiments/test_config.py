@@ -139,7 +139,11 @@ def test_the_default_algorithm_is_the_recommended_one():
             {"algorithm.own_model": "trusted"},
             "FedCBO (text, own_model = trusted, mixing_factor = 1)",
         ),
-        ("digits-fedassay", {"agents.hold_out": True}, "FedAssay (hold_out = true)"),
+        (
+            "digits-fedassay",
+            {"agents.hold_out": True, "agents.validation": 0.5},
+            "FedAssay (hold_out = true, validation = 0.5)",
+        ),
         ("digits-fedassay", {"data": {"name": "mnist"}}, "FedAssay (data = mnist)"),
         (
             "digits-fedassay",
