@@ -14,7 +14,7 @@ import runpy
 import sys
 import textwrap
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -29,6 +29,13 @@ BLOCK = re.compile(
     r"^(?P<indent> *)```(?P<language>\w+)\n(?P<text>.*?)^(?P=indent)```$",
     re.DOTALL | re.MULTILINE,
 )
+
+
+LONG = ("README.md", "particles.md", "when-to-use-cb2o.md")
+"""Pages whose code takes more than a few seconds; continuous integration runs it."""
+
+# The number of jobs starts as many processes.
+SHORTER = {"bench.md": {"jobs=2": "jobs=1"}}
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
@@ -75,22 +82,37 @@ def test_a_block_runs_twice(page):
                 assert words & {"resume", "overwrite"}, ast.unparse(call)
 
 
-@pytest.mark.parametrize(
-    "page", [page for page in PAGES if any(blocks(page, "python"))], ids=lambda page: page.name
-)
-def test_python_runs(page, tmp_path, monkeypatch, capsys):
+def run_page(page: Path, folder: Path, changes: Mapping[str, str]) -> None:
+    """Run the Python code of a page in a folder, with changed pieces of its text."""
     lines: list[str] = []
     for start, block in blocks(page, "python"):
         # so that a traceback has the line numbers of the page
         lines += [""] * (start - len(lines)) + block.splitlines()
     text = "\n".join(lines) + "\n"
-    script = tmp_path / f"{page.stem}.py"
+    for piece, other in changes.items():
+        assert piece in text
+        text = text.replace(piece, other)
+    script = folder / f"{page.stem}.py"
     script.write_text(text, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    # One process, because each further one would import PyTorch.
-    set_processors(monkeypatch, 1)
-    runpy.run_path(str(script), run_name="__main__")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        # One process, because each further one would import PyTorch.
+        set_processors(patch, 1)
+        runpy.run_path(str(script), run_name="__main__")
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=pytest.mark.slow if page.name in LONG else ())
+        for page in PAGES
+        if any(blocks(page, "python"))
+    ],
+    ids=lambda page: page.name,
+)
+def test_python_runs(page, tmp_path, capsys):
+    run_page(page, tmp_path, SHORTER.get(page.name, {}))
     output = capsys.readouterr().out
     # Rounding, and with it the digits of results, differs on other processors.
     if page.name == "README.md" and platform.machine() == "x86_64":
@@ -105,6 +127,11 @@ def test_python_runs(page, tmp_path, monkeypatch, capsys):
         assert [line.split()[0] for line in printed] == [line.split()[0] for line in expected]
         for line, words in zip(printed, expected, strict=True):
             assert line == words or line.split()[0] in measured
+
+
+def test_the_code_of_the_readme_runs_with_two_rounds(tmp_path):
+    changes = {"equal = {": 'equal = {"rounds": 2, ', "round == 25": "round == 2"}
+    run_page(ROOT / "README.md", tmp_path, changes)
 
 
 @pytest.mark.parametrize(

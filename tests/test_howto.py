@@ -19,12 +19,12 @@ CELL = re.compile(r"^```\{code-cell\}\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 @pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::UserWarning:lightning")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
-def test_the_code_of_a_how_to_page_runs(page, tmp_path, monkeypatch, capsys):
+def test_the_code_of_a_how_to_page_runs(page, tmp_path):
     code = "".join(block for _, block in test_docs.blocks(page, "python"))
     for package in re.findall(r"^(?:import|from) (\w+)", code, re.MULTILINE):
         if importlib.util.find_spec(package) is None:
             pytest.skip(f"{package} is not installed")
-    test_docs.test_python_runs(page, tmp_path, monkeypatch, capsys)
+    test_docs.run_page(page, tmp_path, {})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -41,6 +41,7 @@ PRIVATE_NAMES = re.compile(
     r"_(who|whom|what|nobody|told|tells?|whoever|those|ones_own|there_(is|are)|said|says)(_|$)"
 )
 INTERVAL = re.compile(r"\[-?\d+(?:\.\d+)?, -?\d+(?:\.\d+)?\]")
+Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DOCUMENTED = (ast.Module, ast.ClassDef, *FUNCTIONS)
 DIRECTIVE = re.compile(r"^\.\. auto(\w+):: (\S+)\n((?:   :.*\n)*)", re.MULTILINE)
@@ -52,16 +53,19 @@ RARE_WORDS = (
 )
 
 
-def docstrings(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each docstring of a file."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, DOCUMENTED) and (text := ast.get_docstring(node)):
-            yield getattr(node, "lineno", 1), text
+@functools.cache
+def documented(path: Path) -> list[tuple[ast.Module | ast.ClassDef | Function, str]]:
+    """Return the nodes of a file that may have a docstring, each with it."""
+    nodes: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
+    for node in nodes:  # without the expressions, which are most of a tree
+        for field in ("body", "handlers", "cases", "orelse", "finalbody"):
+            nodes += getattr(node, field, [])
+    return [(node, ast.get_docstring(node) or "") for node in nodes if isinstance(node, DOCUMENTED)]
 
 
-def comments(path: Path) -> Iterator[tuple[int, str]]:
-    """Yield the line and the text of each comment of a file."""
-    for token in tokenize.generate_tokens(io.StringIO(path.read_text(encoding="utf-8")).readline):
+def comments(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each comment of a module."""
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             yield token.start[0], token.string
 
@@ -129,8 +133,8 @@ def stems(text: str) -> set[str]:
 
 def repetitions(path: Path) -> Iterator[str]:
     """Yield the entries of Args of a file that repeat the name or the type of the argument."""
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-        if isinstance(node, FUNCTIONS) and (text := ast.get_docstring(node)):
+    for node, text in documented(path):
+        if isinstance(node, FUNCTIONS) and "Args:" in text:
             arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
             types = {a.arg: ast.unparse(a.annotation) for a in arguments if a.annotation}
             for name, meaning in ENTRY.findall(section(text, "Args")):
@@ -168,17 +172,20 @@ def test_entries_say_more_than_the_name_and_the_type():
 
 @pytest.mark.parametrize("path", CODE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_names_and_docstrings_use_standard_words(path):
+    text = path.read_text(encoding="utf-8")
+    texts = [(getattr(node, "lineno", 1), text) for node, text in documented(path)]
     faults = [
         f"line {line}: the docstring opens with {match[0]!r}; see OPENINGS in this file"
-        for line, text in docstrings(path)
-        if (match := OPENINGS.match(text))
+        for line, docstring in texts
+        if (match := OPENINGS.match(docstring))
     ]
-    for line, text in [*docstrings(path), *comments(path)]:
-        faults += [
-            f"line {line}: {match[0]!r} is one of PRIVATE_WORDS in this file"
-            for match in PRIVATE_WORDS.finditer(text)
-        ]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    if PRIVATE_WORDS.search(text):  # few files have any, most of them in code
+        for line, words in [*texts, *comments(text)]:
+            faults += [
+                f"line {line}: {match[0]!r} is one of PRIVATE_WORDS in this file"
+                for match in PRIVATE_WORDS.finditer(words)
+            ]
+    for node, _ in documented(path):
         if isinstance(node, ast.FunctionDef) and PRIVATE_NAMES.search(node.name):
             faults.append(f"line {node.lineno}: {node.name} has one of PRIVATE_NAMES in this file")
     assert not faults, "\n".join(faults)

@@ -106,7 +106,7 @@ def signature_of(rule: Callable[..., Any]) -> RuleSignature:
     return RULE_SIGNATURE.get(rule) or RuleSignature("gram")
 
 
-def clip_byzantine_count(rule: Callable[..., Any], f: int, m: int) -> int:
+def clip_byzantine_count(rule: Callable[..., Any], f: object, m: int) -> int:
     """Clip a number of attackers to the largest that a rule admits among m models."""
     f = to_python(f)
     if isinstance(f, bool) or not isinstance(f, int) or f < 0:
