@@ -26,8 +26,14 @@ if os.environ.get(VARIABLE):  # `make typecheck-runtime`
 
 import pytest
 from hypothesis import settings
+from markupsafe import Markup
+from matplotlib.figure import Figure
 
 import fedcb2o  # noqa: F401  (its settings of MKL come before the first product)
+from fedcb2o.report import _article, _grid_page, _page
+from tests.tiny import save_time
+
+save_time()
 
 # The machine may be busy: pytest-timeout is the only clock. The same examples in every run, and no
 # folder of examples.
@@ -59,6 +65,20 @@ def process_state(tmp_path_factory):
         file = getattr(sys.modules[name], "__file__", None) or ""
         if file.startswith(str(tmp_path_factory.getbasetemp())):
             del sys.modules[name]
+
+
+@pytest.fixture
+def no_figures(monkeypatch):
+    """Replace the drawing of figures, which takes most of the time of a report."""
+
+    def draw_nothing(*arguments, **options):
+        return Figure(figsize=(1, 1))
+
+    monkeypatch.setattr(_page, "to_file", lambda figure, suffix: b"")
+    monkeypatch.setattr(_page, "draw_panels", draw_nothing)
+    monkeypatch.setattr(_page, "figure_row", lambda figures, name: Markup())
+    for module in (_article, _grid_page):
+        monkeypatch.setattr(module, "draw_heat_map", draw_nothing)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -141,6 +141,7 @@ def test_times_and_samples_may_be_removed(copy):
     assert resume(path, out).status == 0
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_report_omits_damaged_samples(copy, tmp_path):
     _, out = copy
     (out / SEED / "samples.safetensors").write_bytes(b"no")

@@ -245,11 +245,11 @@ def test_start_and_number_of_evaluations_are_options():
     ],
 )
 def test_the_example_draws_each_kind_of_problem(folder, monkeypatch, capsys, words, film):
-    small = ["--malicious", "4", "--benign", "30", "--maxiter", "8"]
+    small = ["--malicious", "4", "--benign", "30", "--maxiter", "3"]
     animate = [] if film is None else ["--animate", film]
     monkeypatch.setattr(sys, "argv", [str(EXAMPLE), *words.split(), *small, *animate])
     runpy.run_path(str(EXAMPLE), run_name="__main__")
-    assert "message: maxiter = 8 steps were taken" in capsys.readouterr().out
+    assert "message: maxiter = 3 steps were taken" in capsys.readouterr().out
     assert (folder / "landscape.png").read_bytes().startswith(b"\x89PNG")
     if film is not None:
         assert (folder / film).stat().st_size > 10_000

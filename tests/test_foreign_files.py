@@ -1,7 +1,9 @@
 """Folders to which others may write: links, FIFOs, hard links, and files of other users."""
 
+import functools
 import hashlib
 import os
+import shutil
 import signal
 import tempfile
 import time
@@ -21,7 +23,7 @@ from fedcb2o.experiments.grid import bench
 from fedcb2o.parallel import _shared_memory
 from fedcb2o.ray_backend import _code_shipping
 from fedcb2o.report import create_page, read_grid
-from tests.tiny import bits, run_cli, tiny
+from tests.tiny import bits, cells_in_this_process, run_cli, tiny
 
 SECRET = b"a file of the user\n"
 
@@ -53,10 +55,16 @@ def is_intact(secret: Path) -> bool:
     return secret.read_bytes() == SECRET and secret.stat().st_mode & 0o777 == 0o644
 
 
+@functools.cache
+def two_rounds(folder: Path) -> Path:
+    """Run two rounds, once, in the folder of all tests of this process."""
+    run(tiny(rounds=2), out=folder / "two-rounds", workers=1)
+    return folder / "two-rounds"
+
+
 def started(out: Path) -> Path:
     """Return the folder of a run of two rounds."""
-    run(tiny(rounds=2), out=out, workers=1)
-    return out
+    return Path(shutil.copytree(two_rounds(out.parents[1]), out))
 
 
 # Writing
@@ -162,7 +170,8 @@ def test_a_grid_with_a_linked_folder_is_not_continued(tmp_path):
     shared = {key: value for key, value in tiny(rounds=1).items() if key != "attack"}
     attacks = {"Label flip": {"attack": tiny()["attack"]}}
     grid = {**shared, "name": "grid", "defences": {"FedCB2O": {}}, "attacks": attacks}
-    bench(grid, out=tmp_path / "grid", jobs=1)
+    with cells_in_this_process():
+        bench(grid, out=tmp_path / "grid", jobs=1)
     cells = tmp_path / "grid" / "cells"
     cells.rename(tmp_path / "elsewhere")
     cells.symlink_to(tmp_path / "elsewhere")
@@ -279,6 +288,7 @@ def test_new_files_replace_no_link(tmp_path):
     assert not (tmp_path / "nowhere").exists()
 
 
+@pytest.mark.usefixtures("no_figures")
 @pytest.mark.parametrize("options", [(), ("--membership",)])
 def test_a_report_runs_no_code_that_a_run_names(tmp_path, options):
     """Two runs, one of them without communication, have a table that needs their models."""

@@ -1,13 +1,14 @@
 """A tiny experiment, and calls of the command line."""
 
 import contextlib
+import functools
 import io
 import json
 import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,13 @@ from typing import Any
 import pytest
 import tomli_w
 import torch
+import typer.main
 from safetensors.torch import load_file
 
 from fedcb2o import cli
+from fedcb2o.data.sets import _scikit_learn
 from fedcb2o.experiments import run
+from fedcb2o.experiments.grid import _grid_runner
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
 
@@ -48,6 +52,14 @@ TINY: dict[str, Any] = {
     "algorithm": {"name": "fedcb2o", "alpha": 2.0, "own_model": "trusted", "mixing_factor": 1.0},
     "attack": {"name": "label_flip", "source": 9, "target": 4},
 }
+
+
+def save_time() -> None:
+    """Keep what hundreds of runs in this process repeat, and do not wait for the disk."""
+    os.fsync = lambda file: None  # no test cuts the power
+    typer.main.get_command = functools.cache(typer.main.get_command)
+    read_digits = functools.cache(_scikit_learn._read_table)
+    _scikit_learn._read_table = lambda: read_digits().copy()
 
 
 def tiny(**changes: Any) -> dict[str, Any]:
@@ -114,6 +126,31 @@ def command(
         **{"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "stdin": subprocess.DEVNULL, **options},
     )  # fmt: skip
     return CommandResult(done.returncode, done.stdout or "", done.stderr or "")
+
+
+class _NoWorkers:
+    """A process pool that runs cells of a grid in this process, to save the start of a worker."""
+
+    def reload_if_stale(self) -> None:
+        pass
+
+    def terminate(self) -> None:
+        pass
+
+    def map_unordered(
+        self, count: int, function: Callable[..., Any], tasks: Any, on_result: Any, on_idle: Any
+    ) -> None:
+        for cell, arguments in tasks:
+            on_result(cell, function(*arguments))
+            on_idle()
+
+
+@contextlib.contextmanager
+def cells_in_this_process() -> Iterator[None]:
+    """Run the cells of grids in this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_grid_runner, "current_pool", _NoWorkers)
+        yield
 
 
 class StopError(Exception):

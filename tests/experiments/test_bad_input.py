@@ -232,6 +232,7 @@ def test_compare_refuses_the_folder_of_a_grid(tmp_path):
     )
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_error_of_an_unwritable_report_suggests_the_command_again(tmp_path, path):
     out, page = tmp_path / "run", tmp_path / "page"
     assert run_cli("run", path, "--out", out, "--workers", 1).status == 0
@@ -483,7 +484,8 @@ def change_for(name: str) -> dict[str, object]:
 
 DRIVER = """
 import json, sys, traceback
-from tests.tiny import run_cli
+from tests.tiny import run_cli, save_time
+save_time()
 found = {}
 for name in json.load(open("cases.json")):
     try:

@@ -14,7 +14,7 @@ import pytest
 import tomli_w
 import torch
 from tests.processes import assert_gone, needs_proc, start
-from tests.tiny import bits, run_cli, tiny
+from tests.tiny import bits, cells_in_this_process, run_cli, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
@@ -544,25 +544,9 @@ def test_durations_are_formatted_in_a_suitable_unit(seconds, text):
 WIDENED = {"seeds": [1001], "attacks": ["ALIE"], "widen": 1}
 
 
-class NoWorkers:
-    """A process pool that runs cells in this process, to save the start of a worker."""
-
-    def reload_if_stale(self):
-        pass
-
-    def terminate(self):
-        pass
-
-    def map_unordered(self, count, function, tasks, on_result, on_idle):
-        for cell, arguments in tasks:
-            on_result(cell, function(*arguments))
-            on_idle()
-
-
 def bench_here(*arguments):
     """Run `fedcb2o bench ARGUMENTS` with all cells in this process."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(_grid_runner, "current_pool", NoWorkers)
+    with cells_in_this_process():
         return run_cli("bench", *arguments, "--jobs", 1)
 
 
@@ -594,6 +578,7 @@ def grid_bits(folder):
     }
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_grid_has_the_same_bits_as_separate_runs_of_its_cells(reference_grid, tmp_path):
     path, folder = reference_grid
     chosen = _tuning.best_candidates(_tuning.read_choices(folder, load_grid(path)))
@@ -622,19 +607,8 @@ def test_the_command_line_changes_the_settings_that_cells_share(tmp_path):
         "FedCBO": {**longer},
     }
     path.write_text(tomli_w.dumps(grid(seeds=[4, 5, 6], defences=defences, attacks={"ALIE": ALIE})))
-    arguments = (
-        "bench",
-        path,
-        "--out",
-        out,
-        "--set",
-        "rounds=1",
-        "--set",
-        "training.batch_size=16",
-        "--seeds",
-        "4,7",
-    )
-    assert run_cli(*arguments, "--jobs", 1).status == 0
+    changes = ("--set", "rounds=1", "--set", "training.batch_size=16", "--seeds", "4,7")
+    assert bench_here(path, "--out", out, *changes).status == 0
     table = tomllib.loads((out / "grid.toml").read_text())
     assert (table["seeds"], table["rounds"], table["training"]["batch_size"]) == ([4, 7], 1, 16)
     paths = {path.parent.parent.name: path for path in out.glob("cells/*/alie/config.toml")}
@@ -810,6 +784,7 @@ def attack(shard, draw):
 """
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_failed_cell_is_reported_does_not_stop_others_and_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

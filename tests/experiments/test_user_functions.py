@@ -506,7 +506,8 @@ def change_for(name: str) -> dict[str, Any]:
 DRIVER = """
 import json, sys, traceback
 from pathlib import Path
-from tests.tiny import bits, run_cli
+from tests.tiny import bits, run_cli, save_time
+save_time()
 found, workers = {}, int(sys.argv[1])
 for name in sys.argv[2:]:
     out = f"run-{workers}-{name}"

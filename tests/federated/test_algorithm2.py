@@ -47,7 +47,7 @@ from fedcb2o.simulation.rounds import run_rounds as simulate
 LARGE = ours.TRAINING.model_copy(update={"batch_size": 11})
 
 
-def compare(algorithm, options, *, num_rounds=6, make=network, statistics="shared", **changes):
+def compare(algorithm, options, *, num_rounds=4, make=network, statistics="shared", **changes):
     """Run the library and the oracle; compare models, peers, weights, likelihoods in each round."""
     engine = ours.local_engine(algorithm, make(), **changes)
     run_spec = engine.spec
@@ -237,7 +237,7 @@ def test_steps_instead_of_epochs_equal_the_oracle():
 def test_offline_agents_equal_the_oracle(own_model):
     choice = {"own_model": own_model, "mixing_factor": 1.0}
     options = dataclasses.replace(reference.FEDCB2O, **choice)
-    compare(algorithms.fedcb2o(**choice), options, participation=0.5, num_rounds=10)
+    compare(algorithms.fedcb2o(**choice), options, participation=0.5, num_rounds=8)
 
 
 def test_a_network_that_is_not_dense_equals_the_oracle():

@@ -71,6 +71,7 @@ def test_the_relay_and_members_without_a_model_have_their_own_outcome(tmp_path):
     }
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_page_shows_a_gain_only_if_the_baseline_trained_as_many_rounds(tmp_path):
     gain = {"samples": 50, "accuracy": 0.9, "alone": 0.8, "low": 0.0, "high": 0.2}
     gains = {"gain": gain, "class_gains": {"benign": gain}}
@@ -85,6 +86,7 @@ def test_the_page_shows_a_gain_only_if_the_baseline_trained_as_many_rounds(tmp_p
     assert "points, mean of the last 2 rounds +10.0 [0.0, 20.0]." in page.text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     lines = [line(n, (1, 0.5, 9, 0.6), (2, 0.5, 9, 0.0), asked=[1, 2]) for n in (1, 2, 3)]
     for record in lines[:2]:
@@ -174,12 +176,14 @@ def test_the_page_has_exact_numbers_and_needs_no_other_file(node):
     assert "In total 5.0 kB were received, and 3.0 kB were sent in 9 answers." in page.text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_page_shows_the_number_of_skipped_rounds(tmp_path):
     lines = [line(3, (1, 0.25, 1000, 0.5)), line(9, (1, 0.25, 1000, 0.5))]
     page = Page(write_node_report(write_node(tmp_path, lines, rounds=20)))
     assert "Last round: 9 of 20. Rounds trained: 2, skipped: 7." in page.text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_page_is_written_to_the_requested_folder(node, tmp_path):
     assert write_node_report(node, tmp_path / "a" / "b") == tmp_path / "a" / "b" / "report.html"
     assert not (node / "report.html").exists()
@@ -197,6 +201,7 @@ def test_weights_by_round_mark_missing_models(node):
     assert marks.tolist() == [[0, 0, 0], [0, 0, 0], [0, 1, 1], [2, 2, 0]]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_proofs_are_listed_with_their_files(node):
     (node / "proofs").mkdir()
     (node / "proofs" / "clinic-c-2.proof.toml").write_text('name = "clinic-c"\nround = 2\n')
@@ -222,6 +227,7 @@ def test_text_from_peers_is_escaped(tmp_path):
     assert text.count("<script") == text.count(f"<script>{SORT_SCRIPT}</script>") == 1
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_pages_of_one_round_and_of_a_node_without_peers(tmp_path):
     page = Page(write_node_report(write_node(tmp_path / "one", [ROUNDS[0]])))
     assert "Last round: 1. Rounds trained: 1, skipped: 0. Overall accuracy 50.00%." in page.text
@@ -241,6 +247,7 @@ def test_pages_of_one_round_and_of_a_node_without_peers(tmp_path):
     assert "Last round: 1." in page.text
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_page_of_an_incomplete_run_has_the_finished_rounds(node):
     whole = (node / "rounds.jsonl").read_bytes()
     (node / "rounds.jsonl").write_bytes(whole[:-20])

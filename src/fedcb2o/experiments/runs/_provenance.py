@@ -1,5 +1,6 @@
 """The files that are written once when a seed begins: participants, environment and samples."""
 
+import functools
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
@@ -16,6 +17,8 @@ from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.experiments.runs._kernel_config import ENVIRONMENT
 from fedcb2o.experiments.runs._sources import source_digests
 from fedcb2o.kernels import devices
+
+_version = functools.cache(version)
 
 
 def write_provenance(
@@ -128,7 +131,7 @@ def write_environment(
 
 def _versions(device: torch.device) -> dict[str, Any]:
     """Return the versions that a run's bits depend on, and the name of the device."""
-    versions = {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
+    versions = {name: _version(name) for name in ("fedcb2o", "torch", "numpy")}
     found: dict[str, Any] = {"versions": versions, "python": platform.python_version()}
     if device.type != "cpu":
         found["device"] = devices.device_name(device)
