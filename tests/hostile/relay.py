@@ -169,7 +169,12 @@ class HostileMember:
         self.mailbox = RelayMailbox(relay, identity)
         self.transport = Relayed(federation, identity, RelayMailbox(relay, identity))
         self.transport.serve(lambda request, reply: None)
-        wait_for(lambda: len(self.transport.connected_peers()) == COUNT - 1)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        self.transport.close()
 
     def boxes(self):
         cards = self.transport._cards_by_peer()
@@ -265,7 +270,8 @@ def serve(federation, keys, place, number, ready):
 def running_relay(folder, federation):
     """Run a hostile relay in a process, and yield its identity and the number of its attack."""
     keys = relays.relay_identity(folder)
-    number = FORKED.Value("i", 0)
+    # Without a lock, which a relay that ends while it holds it would keep forever.
+    number = FORKED.RawValue("i", 0)
     work = (federation, keys.folder, folder / "relay", number, folder / "ready")
     process = FORKED.Process(target=serve, args=work, daemon=True)
     process.start()
@@ -329,9 +335,9 @@ def run(folder, seconds, honest, attacks, out):
         elif k:
             function = list(attacks.values())[k - 1]
             is_over = lambda: time.monotonic() > end  # noqa: E731
-            member = HostileMember(federation, orgs[-1], keys.member, is_over)
-            function(member)
-            member.transport.close()
+            with HostileMember(federation, orgs[-1], keys.member, is_over) as member:
+                wait_for(lambda: len(member.transport.connected_peers()) == COUNT - 1)
+                function(member)
 
     with running_relay(folder, path) as (keys, number), contextlib.closing(peers):
         location = keys.folder / "relay.member.toml"

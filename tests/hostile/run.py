@@ -8,6 +8,7 @@ import json
 import sys
 import tempfile
 import time
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
 from tests.hostile.attacks import ATTACKS, INVALID, STRANGER, Attacker
@@ -30,8 +31,9 @@ def memory(peers):
     """Return the resident bytes of each node."""
     sizes = []
     for j in range(HONEST):
-        status = Path(f"/proc/{peers.processes[j].pid}/status").read_text()
-        sizes.append(1024 * int(status.split("VmRSS:")[1].split()[0]))
+        with suppress(OSError, IndexError):  # of a node that has ended
+            status = Path(f"/proc/{peers.processes[j].pid}/status").read_text()
+            sizes.append(1024 * int(status.split("VmRSS:")[1].split()[0]))
     return sizes
 
 
@@ -80,10 +82,11 @@ def run(folder, seconds, attacks, out=sys.stdout):
     """Return one record per attack, after one of undisturbed rounds, and the final state."""
     records = []
     folder.mkdir()
-    with nodes(folder, HONEST + 1, changes=CHANGES, **TIMES) as peers:
+    with nodes(folder, HONEST + 1, changes=CHANGES, **TIMES) as peers, ExitStack() as stack:
         peers.start(*range(HONEST), gather=5.0)
         dim = len(parameters.flatten(build_network(read_federation(peers.federation))))
         attacker = Attacker(peers.federation, peers.identities[HONEST], dim)
+        stack.callback(attacker.close)
         peers.until(0, 4)
         for name, (kind, function) in [("none", ("none", lambda attacker: None)), *attacks.items()]:
             length = max(seconds, 8.0) if kind == "none" else seconds
@@ -100,18 +103,18 @@ def run(folder, seconds, attacks, out=sys.stdout):
                     "fewest_rounds": fewest,
                     "asked": attacker.asked,
                     "wrong_models": sum(is_wrong(attacker, *rounds) for rounds in received),
-                    "memory": max(sizes) >> 20,
+                    "memory": max(sizes, default=0) >> 20,
                     "running": sum(peers.processes[j].is_alive() for j in range(HONEST)),
                 }
             )
             print(json.dumps(records[-1]), file=out, flush=True)
-        attacker.close()
+        stack.close()
         time.sleep(2.0)
         proofs = {path.name for j in range(HONEST) for path in peers.out(j).glob("proofs/*")}
         guilty = sorted({name.rsplit("-", 1)[0] for name in proofs})
         final = {
             "guilty": guilty,
-            "memory": max(memory(peers)) >> 20,
+            "memory": max(memory(peers), default=0) >> 20,
             "running": sum(peers.processes[j].is_alive() for j in range(HONEST)),
             "logs": [peers.log(j)[-500:] for j in range(HONEST)],
         }
