@@ -103,6 +103,7 @@ DAMAGE = [
 
 
 @pytest.mark.parametrize(("name", "damage"), DAMAGE, ids=[f"{n}-{d.__name__}" for n, d in DAMAGE])
+@pytest.mark.usefixtures("no_figures")
 def test_a_damaged_file_is_named_refused_and_not_changed(copy, tmp_path, name, damage):
     path, out = copy
     damage(out / SEED / name)
@@ -258,6 +259,7 @@ def test_a_running_seed_is_read_up_to_its_last_line(copy):
 
 
 @pytest.mark.parametrize("name", ["metrics.jsonl", "pairs.jsonl"])
+@pytest.mark.usefixtures("no_figures")
 def test_a_running_seed_with_damaged_rounds_is_refused(copy, tmp_path, name):
     path, out = copy
     make_unfinished(out)

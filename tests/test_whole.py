@@ -40,7 +40,7 @@ RELU = Tolerances(relative=2e-2, weight=2e-2, margin=5e-2)
 BASE: dict[str, Any] = {
     "name": "whole",
     "seeds": [SEED],
-    "rounds": 5,
+    "rounds": 4,
     "data": {"name": "digits"},
     "agents": {
         "benign": 3,
@@ -84,6 +84,7 @@ CASES: dict[str, dict[str, Any]] = {
     "FedCBO": {"algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0}},
     "FedCBO as in the paper": {"agents": PAPER, "algorithm": {"name": "fedcbo", "lambda1": 4.0}},
     "T_G inside the run, sleepers": {
+        "rounds": 5,
         "algorithm": {"name": "fedcb2o", "criterion_from_round": 3, "alpha": 2.0, **MIXED},
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 2},
     },
@@ -107,6 +108,7 @@ CASES: dict[str, dict[str, Any]] = {
     "attackers removed from both clusters": {"agents": {"malicious_role": "removed", "benign": 4}},
     "some offline": {"agents": {"participation": 0.6}, "algorithm": {"name": "fedcb2o", **MIXED}},
     "four clusters, stratified, tuning images": {
+        "rounds": 5,  # the last one is evaluated too
         "agents": {"num_clusters": 4, "benign": 2, "malicious": 1, "split": "stratified"},
         "evaluate_on": "tuning",
         "evaluate_every": 2,
@@ -137,14 +139,13 @@ CASES: dict[str, dict[str, Any]] = {
         "algorithm": {"name": "fedcb2o", "lambda1": 2.5},
     },
     "CNN, T_G, mixed whole": {
-        "rounds": 4,
         "model": CNN,
         "agents": FEW,
         "training": FAST,
         "algorithm": {"name": "fedcb2o", "criterion_from_round": 2, **MIXED},
     },
     "guards, with a sub-level set": {
-        "rounds": 6,
+        "rounds": 5,
         "algorithm": {
             "name": "fedcb2o",
             "beta": 0.5,
@@ -155,7 +156,7 @@ CASES: dict[str, dict[str, Any]] = {
         },
     },
     "guards, nothing held out": {
-        "rounds": 6,
+        "rounds": 5,
         "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
         "algorithm": {
             "name": "fedcb2o",

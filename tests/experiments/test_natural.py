@@ -184,6 +184,7 @@ def test_regression_with_batch_norms_and_another_optimiser(tmp_path):
         done.confusion(0)
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_the_command_line_runs_reports_and_resumes(tmp_path):
     x, y, owner = owner_data()
     np.savez(tmp_path / "mine.npz", x=x, y=y, owner=owner)
@@ -210,6 +211,7 @@ def test_the_command_line_runs_reports_and_resumes(tmp_path):
     assert done.status == 0, done.err
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_report_of_regression_shows_the_test_loss(tmp_path):
     run(tmp_path / "run", **NUMBERS)
     assert run_cli("report", tmp_path / "run", "--out", tmp_path / "report").status == 0

@@ -120,6 +120,7 @@ def test_faults_are_named(settings, error, message):
         call(**{"data": (X, Y), "rounds": 1, **settings})
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_records_of_given_objects_name_the_cure_in_another_process():
     first = call(data=(X, Y), rounds=2, out="there").records
     script = "import fedcb2o\nfedcb2o.Run('there').model(0)"

@@ -61,7 +61,7 @@ def one_or_two(least, most):
     sizes=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 2), st.integers(1, 3)),
     image=st.tuples(st.integers(7, 9), st.integers(7, 9)),
 )
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_any_convolution_and_its_gradients_agree_with_single_networks(
     kernel, stride, padding, dilation, bias, sizes, image
 ):

@@ -408,7 +408,7 @@ def test_decoders_raise_only_malformed_errors(orgs, federation, manifest):
     answer = Answer(AnswerStatus.OK, encode_offer(signed, [(1, 2, ZERO_DIGEST)])).encode()
     places = st.lists(st.tuples(st.integers(0, 400), st.binary(max_size=9)), max_size=4)
 
-    @settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(
         st.sampled_from([signed, request, answer, answer[4:]]),
         places,

@@ -9,7 +9,8 @@ from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 from tests.tiny import run_cli
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.report import ArticleForm, read_grid, report_grid
+from fedcb2o.report import ArticleForm, SettingResults, create_page, read_grid, report_grid
+from fedcb2o.report._article import write_article
 
 
 def rows(text):
@@ -19,14 +20,19 @@ def rows(text):
     return {name: cells for name, *cells in lines}
 
 
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    """A grid by hand."""
+    return read_grid(make_grid(tmp_path_factory.mktemp("article") / "grid", title="100% by_hand"))
+
+
 @pytest.fixture
-def written(tmp_path, no_figures):
-    """Return a function that writes the article of a grid by hand and reads a file of it."""
+def written(results, tmp_path, no_figures):
+    """Return a function that writes the article of the grid and reads a file of it."""
 
     def write(name, **form):
-        results = read_grid(make_grid(tmp_path / "grid", title="100% by_hand"))
-        report_grid(results, tmp_path / "report", ArticleForm(**form))
-        shutil.rmtree(tmp_path / "grid")
+        page = create_page(tmp_path / "report")
+        write_article(page, SettingResults(results, ""), "", ArticleForm(**form))
         return (tmp_path / "report/article" / name).read_text(encoding="utf-8")
 
     return write
@@ -55,8 +61,11 @@ def test_the_least_attack_success_and_regret_are_bold(written):
     }
 
 
-def test_the_form_sets_decimals_intervals_and_baselines(written):
-    text = written("accuracy.tex", intervals="none", precision=2, baselines=True)
+@pytest.mark.usefixtures("no_figures")
+def test_the_form_sets_decimals_intervals_and_baselines(results, tmp_path):
+    form = ArticleForm(intervals="none", precision=2, baselines=True)
+    report_grid(results, tmp_path, form)
+    text = (tmp_path / "article" / "accuracy.tex").read_text(encoding="utf-8")
     assert r"Defence & Attackers clean & Attackers removed & Label flip & Noise \\" in text
     assert rows(text)[MEDIAN] == ["87.50", "80.00", r"\textbf{75.00}", r"\textbf{60.00}"]
     with pytest.raises(ConfigError, match="precision must be from 0 to 6, got 7"):

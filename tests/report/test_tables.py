@@ -416,6 +416,7 @@ def test_a_readable_table_is_in_percent_and_counts_clusters_from_one():
     assert readable.reset_index().to_numpy().tolist() == [["1", "12.50", "–"]]
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_metrics_of_the_configuration_are_in_compare_and_report(tmp_path):
     line = scores([0.5, 0.75, 0.25], None, None)
     line["worst_class_accuracy"] = [0.25, 0.75, None, 0.5, None]
