@@ -23,11 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlencode
 
+import numpy as np
 import pandas as pd
 import tomli_w
 from paper import preregistered
 from paper.long_training import long_training_table
 from paper.weak_places import weak_places_table
+from PIL import Image
 
 from fedcb2o.records import slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
@@ -49,6 +51,8 @@ PAGES = (PAGE, README, DOCS / "index.md")
 """Pages with generated tables."""
 DEMO_VALUES = DOCS / "benchmark" / "demo" / "seeds.csv"
 DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
+DEMO_PANEL = DEMO_FIGURE.with_name("digits-attack-success.png")
+"""The last panel of the figure with its legend, for narrow screens."""
 DEMO_COLUMNS = {
     "accuracy": "accuracy",
     "source_accuracy": "source class accuracy",
@@ -472,6 +476,29 @@ def keep_demo(folder: Path) -> None:
     DEMO_VALUES.parent.mkdir(exist_ok=True)
     shutil.copyfile(folder / "seeds.csv", DEMO_VALUES)
     shutil.copyfile(folder / "curves.png", DEMO_FIGURE)
+    draw_demo_panel()
+
+
+def draw_demo_panel() -> None:
+    """Cut the last of the three panels out of the demo's figure, with the legend in rows below."""
+    with Image.open(DEMO_FIGURE) as opened:
+        figure = opened.convert("RGB")
+    width, height = figure.size
+    legend_top = round(0.922 * height)
+    panel = figure.crop((round(0.672 * width), 0, width, legend_top))
+    legend = figure.crop((0, legend_top, width, height))
+    inked = np.flatnonzero((np.asarray(legend) < 250).any(axis=(0, 2)))
+    # Entries of the legend are further apart than the parts of one entry.
+    entries = np.split(inked, np.flatnonzero(np.diff(inked) > 0.0125 * width) + 1)
+    rows = [entries[i : i + 2] for i in range(0, len(entries), 2)]
+    picture = Image.new("RGB", (panel.width, legend_top + len(rows) * legend.height), "white")
+    picture.paste(panel)
+    for row, pair in enumerate(rows):
+        for column, entry in enumerate(pair):
+            part = legend.crop((int(entry[0]), 0, int(entry[-1]) + 1, legend.height))
+            left = round((0.02, 0.53)[column] * panel.width)
+            picture.paste(part, (left, legend_top + row * legend.height))
+    picture.save(DEMO_PANEL, optimize=True)
 
 
 def main() -> None:

@@ -19,6 +19,7 @@ import fedcb2o
 from fedcb2o.cli import runs, signals
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.tables import presets
+from fedcb2o.experiments.grid import load_grid
 from fedcb2o.report import read_grid
 from tests.tiny import (
     ENVIRONMENT,
@@ -32,12 +33,14 @@ from tests.tiny import (
 )
 
 COMMANDS = {
-    "": "run bench compare report track new presets keys schema minimize data peer --install-completion",
+    "": "run bench compare report track watch new presets keys schema minimize data peer --install-completion",
     "run": "--set --seeds --out --data-dir --workers --track --resume --clean-twin Example:",
     "bench": "GRID --list --out --jobs --data-dir --resume Example:",
     "compare": "{RUN}... --over",
     "report": "{RUN_OR_GRID}... --out --reference",
     "presets": "[PRESET]",
+    "watch": "RUN_OR_GRID --port --refresh Example:",
+    "new": "DIR --template Example:",
     "track": "{RUN}... --to TRACKER",
     "keys": "[NAME]",
     "schema": "--grid #:schema",
@@ -67,6 +70,17 @@ def test_help_lists_rare_options_separately_and_no_types_of_flags():
     text = run_cli("run", "--help").out
     assert "<bool>" not in text
     assert "Rarely needed" in text
+
+
+@pytest.mark.parametrize("template", ["images", "text", "peers"])
+def test_the_files_of_a_template_load(tmp_path, template, monkeypatch):
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    assert run_cli("new", tmp_path / template, "--template", template).status == 0
+    experiment = fedcb2o.load(tmp_path / template / "mine.toml")
+    assert experiment.name == "mine"
+    if template != "peers":
+        grid = load_grid(tmp_path / template / "compare.toml")
+        assert "FedCBO" in grid.defences
 
 
 def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monkeypatch):

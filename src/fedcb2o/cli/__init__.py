@@ -20,6 +20,7 @@ from fedcb2o.cli.log_output import LogFormat, configure_logs, log_end, set_verbo
 from fedcb2o.cli.minimize import minimize
 from fedcb2o.cli.new import new
 from fedcb2o.cli.signals import ServiceEndedError, SignalGuard
+from fedcb2o.cli.watch import watch
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import _resources
 from fedcb2o.printable import format_traceback, one_line
@@ -42,6 +43,7 @@ for _function in (
     runs.compare,
     runs.report,
     runs.track,
+    watch,
     new,
     configurations.presets,
     configurations.keys,

@@ -106,6 +106,11 @@ def render_explorer(**values: Any) -> str:
     )
 
 
+def render_live(**values: Any) -> str:
+    """Render the live page of a run or a grid, which has no script."""
+    return _environment().get_template("live.html.jinja").render(stylesheet=STYLESHEET, **values)
+
+
 @contextlib.contextmanager
 def _without_glyph_warnings() -> Iterator[None]:
     """Draw characters that the font lacks, such as emoji, as boxes and without a warning each."""
