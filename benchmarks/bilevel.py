@@ -1,7 +1,7 @@
 """`fedcb2o.minimize` by default on simple bi-level problems and the built-in problems.
 
     .venv/bin/python benchmarks/bilevel.py [--quick]      # a few minutes; --quick: one seed
-    .venv/bin/python benchmarks/bilevel.py --table        # the table of docs/particles.md
+    .venv/bin/python benchmarks/bilevel.py --table        # the table of notes/optimiser.md
 
 The simple bi-level problems are the eleven of BOLIBver2 (Zhou, Zemkoho and Tin, "BOLIB: Bilevel
 Optimization LIBrary of test problems", 2020): minimise F among the minimisers of f on a set g >= 0.
@@ -29,7 +29,7 @@ from fedcb2o import particles
 
 FOLDER = Path(__file__).resolve().parent
 VALUES = FOLDER / "bilevel.csv"
-PAGE = FOLDER.parent / "docs" / "particles.md"
+PAGE = FOLDER.parent / "notes" / "optimiser.md"
 MARKS = ("<!-- bilevel -->", "<!-- /bilevel -->")
 BUILT_IN = ("circle", "circle-ackley", "circle-ackley-inside", "parabola-ackley")
 WAVES = ("waves-1d", "waves-2d")

@@ -3,7 +3,7 @@
     python -m venv coco && coco/bin/pip install . coco-experiment==2.8.2 cma==4.5.0 cbx==1.0.4
     coco/bin/python benchmarks/coco.py --quick          # two minutes
     coco/bin/python benchmarks/coco.py                  # all values; continues where it stopped
-    python benchmarks/coco.py --table                   # the table of docs/particles.md
+    python benchmarks/coco.py --table                   # the table of notes/optimiser.md
 
 `coco.csv` has one row per method and sweep, or sum of sweeps. A sweep is one instance and seed of
 all functions. A measurement adds the missing sweeps of the plan; after a change of the optimiser,
@@ -52,7 +52,7 @@ from page_table import replace_table
 
 FOLDER = Path(__file__).resolve().parent
 VALUES = FOLDER / "coco.csv"
-PAGE = FOLDER.parent / "docs" / "particles.md"
+PAGE = FOLDER.parent / "notes" / "optimiser.md"
 MARKS = ("<!-- coco -->", "<!-- /coco -->")
 GAPS = (1.0, 0.01, 1e-6)
 REACHED = 0.01  # gap whose evaluations are counted

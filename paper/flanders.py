@@ -12,7 +12,7 @@ accuracy of a round. The last accuracy on the pixels of the training is measured
 
 The four attacks on a defence are measured together, with the same attackers and batches, because
 equal global models are then trained only once. Every ten rounds they are written to
-docs/flanders.csv, which says how many rounds each cell has. A stopped run measures the cells again
+notes/flanders.csv, which says how many rounds each cell has. A stopped run measures the cells again
 that have less than `ROUNDS`.
 """
 
@@ -35,8 +35,8 @@ from fedcb2o.nn import parameters
 from fedcb2o.rng import stream
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "docs" / "flanders.csv"
-PAGE = ROOT / "docs" / "flanders.md"
+RESULTS = ROOT / "notes" / "flanders.csv"
+PAGE = ROOT / "notes" / "flanders.md"
 MARK = "<!-- table: flanders.csv -->"
 CLIENTS = 100
 CLIENT_SAMPLES = 480

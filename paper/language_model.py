@@ -2,7 +2,7 @@
 
     .venv/bin/python -m paper.language_model            # measure missing runs
     .venv/bin/python -m paper.language_model --tune     # a small search on seeds from 1000
-    .venv/bin/python -m paper.language_model --page     # docs/language-model.md
+    .venv/bin/python -m paper.language_model --page     # notes/language-model.md
 
 The values are in docs/benchmark/language-model/values.csv, one row per task, method, attack and
 seed: means over benign agents after the last round.
@@ -318,7 +318,7 @@ def quote_texts() -> str:
 
 
 def write_page() -> None:
-    """Write docs/language-model.md and its figure from the values."""
+    """Write notes/language-model.md and its figure from the values."""
     table = pd.read_csv(VALUES)
     counts = table.groupby("seed").size()
     seeds = counts.index[counts == len(METHODS) * len(ATTACKS)]
@@ -336,7 +336,7 @@ def write_page() -> None:
     text = TEMPLATE.read_text(encoding="utf-8").format(
         count=count, table=to_markdown(rows), goals=goals, texts=quote_texts()
     )
-    (DOCS / "language-model.md").write_text(text, encoding="utf-8")
+    (DOCS.parent / "notes" / "language-model.md").write_text(text, encoding="utf-8")
 
 
 def main() -> None:

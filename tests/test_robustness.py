@@ -1,11 +1,11 @@
-"""The bounds in the table of docs/robustness.md are computed here; values found must obey them."""
+"""The bounds in the table of notes/robustness.md are computed here; values found must obey them."""
 
 from pathlib import Path
 
 import pytest
 from paper.kappa import allows, exact_kappa, format_kappa, minimal_kappa, rules, upper_bound
 
-PAGE = Path(__file__).parents[1] / "docs" / "robustness.md"
+PAGE = Path(__file__).parents[1] / "notes" / "robustness.md"
 ROWS = [
     [cell.strip() for cell in line.strip("|\n").split("|")]
     for line in PAGE.read_text().splitlines()

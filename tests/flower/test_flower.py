@@ -159,6 +159,8 @@ def test_hostile_replies_are_refused():
     first, second, third, last = map(str, grid.contexts)
     assert third not in relay.decisions
     assert relay.decisions[first]["refused"] == [second]
+    (reason,) = relay.decisions[first]["reasons"]
+    assert reason
     assert relay.decisions[first]["peers"] == [last]
     assert relay.decisions[last]["peers"] == []
 

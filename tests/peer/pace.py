@@ -1,6 +1,6 @@
 """Measure how hostile members affect the round times and received models of honest members.
 
-`python -m tests.peer.pace` prints the table of docs/threat-model.md in about ten minutes. All nodes
+`python -m tests.peer.pace` prints the table of notes/pace.md in about ten minutes. All nodes
 of a federation run in one process without a network; hostile members have valid identities.
 """
 

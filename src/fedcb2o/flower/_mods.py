@@ -115,14 +115,16 @@ class AgentMod:
         message.content[self.arrays_key] = mixed
         reply = call_next(message, context)
         if not reply.has_error():
-            reply.content[DECISION] = ConfigRecord(
-                {
-                    "peers": list(decision.weights),
-                    "weights": list(decision.weights.values()),
-                    "own-weight": decision.own_weight,
-                    "refused": list(decision.refused),
-                }
-            )
+            record = {
+                "peers": list(decision.weights),
+                "weights": list(decision.weights.values()),
+                "own-weight": decision.own_weight,
+                "refused": list(decision.refused),
+                "reasons": list(decision.refused.values()),
+            }
+            if "partition-id" in context.node_config:
+                record["partition-id"] = int(context.node_config["partition-id"])
+            reply.content[DECISION] = ConfigRecord(record)
         return reply
 
     def _restore(self, context: Context, own: ArrayRecord) -> Agent:

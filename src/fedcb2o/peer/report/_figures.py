@@ -24,6 +24,7 @@ from fedcb2o.report._agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar,
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE
 
 _WIDTH, _HEIGHT = 4.7, 3.2  # inches: two figures side by side on a wide page
+_LEGEND_LETTERS = 36  # of three entries in one row
 _MAX_ROWS, _MAX_COLUMNS = 40, 240  # of peers and rounds in a figure
 _MAX_CURVES = 6
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
@@ -239,7 +240,7 @@ def draw_response_times(
     ax.set_xlim(left=0)
     ax.set_title("Response times")
     ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.set_xlabel("seconds until the model was downloaded and checked")
+    ax.set_xlabel("seconds until downloaded and checked")
     return figure
 
 
@@ -348,7 +349,8 @@ def _draw_curves(
             label=name,
         )
     _label_rounds(ax, rounds)
-    _add_legend(figure, ax, ncols=3, fontsize=9, handlelength=2.6)
+    ncols = 3 if sum(map(len, curves)) <= _LEGEND_LETTERS else 2
+    _add_legend(figure, ax, ncols=ncols, fontsize=9, handlelength=2.6)
     return figure
 
 
