@@ -30,8 +30,8 @@ class PeerRelay(FedAvg):
 
     Attributes:
         decisions: Decision of each client in the last round, by its node id: a `ConfigRecord` with
-            "peers", "weights", "own-weight", "refused", the "reasons" of the refused ones and, where
-            the client has one, its "partition-id".
+            "peers", "weights", "own-weight", "refused", the "reasons" of the refused ones, and the
+            client's "partition-id", if any.
     """
 
     def __init__(self, budget: int, **keywords: Any) -> None:
