@@ -34,9 +34,26 @@ from fedcb2o.nn import architectures
 from fedcb2o.records import METRICS, RESERVED_COLUMNS, chosen_metrics
 from fedcb2o.rng import stream
 
+_FUNCTIONS = {
+    "data": ("data set", sets),
+    "model": ("model", architectures),
+    "agents.graph": ("graph", topology),
+    "agents.skew": ("skew", skews),
+    "agents.cluster_transform": ("cluster transform", transforms),
+    "agents.loss_groups": ("loss groups", group_functions),
+    "training.optimiser": ("optimiser", optimisers),
+    "training.loss": ("loss", losses),
+    "training.schedule": ("schedule", schedules),
+    "training.weights": ("weights", sample_weights),
+}
+# Keys that name one function: its word in messages, and the module of the built-in ones.
+
+COMPONENT_KEYS = (*_FUNCTIONS, "metrics", "algorithm", "attack")
+"""Dotted keys of an experiment that name functions."""
+
 COMPONENT_SECTIONS = (
-    ("data", "data set", sets),
-    ("model", "model", architectures),
+    ("data", *_FUNCTIONS["data"]),
+    ("model", *_FUNCTIONS["model"]),
     ("algorithm", "algorithm", algorithms),
     ("attack", "attack", attacks),
 )
@@ -114,56 +131,34 @@ class Resolved:
         return sorted({name for name in plugins.foreign_names_in(self.settings) if ":" in name})
 
 
-def resolve(
-    data: Component,
-    model: Component,
-    graph: Component | None,
-    skew: Component | None,
-    cluster_transform: Component | None,
-    loss_groups: Component | None,
-    optimiser: Component | None,
-    loss: Component | None,
-    schedule: Component | None,
-    weights: Component | None,
-    metrics: Sequence[Component] | None,
-    algorithm: AlgorithmSection,
-    attack: AttackSection | None,
-) -> Resolved:
-    """Resolve the functions that the settings of an experiment name, and check their parameters."""
+def resolve(components: Mapping[str, Any]) -> Resolved:
+    """Resolve the functions that an experiment names by `COMPONENT_KEYS`; check parameters."""
     functions: dict[str, Any] = {}
     settings: dict[str, Any] = {}
-    for key, kind, component, namespace in (
-        ("data", "data set", data, sets),
-        ("model", "model", model, architectures),
-        ("agents.graph", "graph", graph, topology),
-        ("agents.skew", "skew", skew, skews),
-        ("agents.cluster_transform", "cluster transform", cluster_transform, transforms),
-        ("agents.loss_groups", "loss groups", loss_groups, group_functions),
-        ("training.optimiser", "optimiser", optimiser, optimisers),
-        ("training.loss", "loss", loss, losses),
-        ("training.schedule", "schedule", schedule, schedules),
-        ("training.weights", "weights", weights, sample_weights),
-    ):
+    for key, (kind, namespace) in _FUNCTIONS.items():
         name = key.rpartition(".")[2]
+        component: Component | None = components[key]
         functions[name] = None
         if component is not None:
             part = component.resolve(kind, namespace)
             functions[name] = part.bound
             settings[key] = part.settings
     functions["cluster_transform"] = functions["cluster_transform"] or _DEFAULT_TRANSFORM
-    measured = _resolve_metrics(metrics or ())
-    if metrics is not None:
+    measured = _resolve_metrics(components["metrics"] or ())
+    if components["metrics"] is not None:
         settings["metrics"] = [metric.settings for metric in measured.values()]
-    method, built = algorithm.resolve_algorithm()
+    section: AlgorithmSection = components["algorithm"]
+    method, built = section.resolve_algorithm()
     settings["algorithm"] = method.settings
     assault = poison = None
-    if attack is not None:
-        attacking, assault, poison = attack.resolve_attack()
+    adversary: AttackSection | None = components["attack"]
+    if adversary is not None:
+        attacking, assault, poison = adversary.resolve_attack()
         settings["attack"] = attacking.settings
     return Resolved(
         **functions,
         metrics={name: metric.bound for name, metric in measured.items()},
-        model_name=plugins.label(model.name),
+        model_name=plugins.label(components["model"].name),
         method=method,
         algorithm=built,
         attack=assault,

@@ -14,12 +14,13 @@ keys are those that `fedcb2o keys` prints. The sections that rounds read are in
 
 import functools
 import json
+import operator
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o.experiments.config.resolved import Resolved, resolve
+from fedcb2o.experiments.config.resolved import COMPONENT_KEYS, Resolved, resolve
 from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
@@ -259,28 +260,22 @@ class Experiment(Section):
     @functools.cached_property
     def resolved(self) -> Resolved:
         """The functions that the experiment names, with their checked parameters; made once."""
-        return resolve(*self._components())
+        return resolve(self._components())
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> "Experiment":
         """Copy the experiment with other values; what it resolved stays, unless they change it."""
         copy = super().model_copy(update=update, deep=deep)
-        if any(a is not b for a, b in zip(self._components(), copy._components(), strict=True)):
+        former = self._components()
+        if any(former[key] is not value for key, value in copy._components().items()):
             # The cached functions are those of the original.
             copy.__dict__.pop("resolved", None)
         return copy
 
-    def _components(self) -> tuple[Any, ...]:
-        """Return the settings that name functions, as `resolve` takes them."""
-        agents = self.agents
-        training = self.training
-        return (
-            *(self.data, self.model, agents.graph, agents.skew, agents.cluster_transform),
-            agents.loss_groups,
-            *(training.optimiser, training.loss, training.schedule, training.weights),
-            *(self.metrics, self.algorithm, self.attack),
-        )
+    def _components(self) -> dict[str, Any]:
+        """Return the settings that name functions, by dotted key."""
+        return {key: operator.attrgetter(key)(self) for key in COMPONENT_KEYS}
 
     def __getstate__(self) -> dict[Any, Any]:
         """Return the state for a pickle; another process resolves the names again."""
