@@ -1,11 +1,10 @@
 """The keys of a configuration, with range, default and meaning."""
 
 from collections.abc import Iterator
-from types import NoneType
-from typing import Any, Literal, get_args, get_origin
+from typing import Any
 
-import annotated_types
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict, TypeAdapter
+from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
 from pydantic.fields import FieldInfo
 
 from fedcb2o.experiments.config.settings import Experiment, ModelSection
@@ -25,6 +24,13 @@ _SECTIONS: dict[str, type[BaseModel]] = {
     "attack.": AttackSection,
 }
 
+_LIMITS = {
+    "minimum": "from",
+    "exclusiveMinimum": "above",
+    "maximum": "to",
+    "exclusiveMaximum": "below",
+}
+
 
 def key_rows() -> Iterator[tuple[str, str, str, str]]:
     """Yield key, range, default and meaning in Markdown, in the order of a file."""
@@ -39,14 +45,41 @@ def value_range(field: FieldInfo) -> str:
     text = _texts(field).get("values")
     if text:
         return str(text)
-    annotation = field.annotation
-    choices = list(_choices(annotation))
+    schemas = list(_parts(value_schema(field.rebuild_annotation())))
+    choices = [choice for part in schemas for choice in part.get("enum", ())]
+    choices += [part["const"] for part in schemas if "const" in part]
     if choices:
-        return ", ".join(_literal(choice) for choice in choices)
-    limits = dict(_limits([*field.metadata, *_metadata(annotation)]))
-    if annotation is bool:
+        return ", ".join(map(_literal, choices))
+    if field.annotation is bool:
         return "true, false"
+    limits = {word: part[key] for key, word in _LIMITS.items() for part in schemas if key in part}
     return ", ".join(f"{word} {value:g}" for word, value in limits.items()) or "text"
+
+
+def value_schema(annotation: Any) -> dict[str, Any]:
+    """Return the JSON Schema of values in TOML; an empty one where it cannot express them."""
+    try:
+        config = ConfigDict(arbitrary_types_allowed=True)
+        found = TypeAdapter(annotation, config=config).json_schema()
+    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
+        return {}
+    if "$ref" in str(found):
+        return {}
+    # TOML has no null.
+    choices = [choice for choice in found.get("anyOf", ()) if choice != {"type": "null"}]
+    if len(choices) == 1:
+        found = choices[0]
+    elif choices:
+        found = {**found, "anyOf": choices}
+    dropped = ("default", "format", "prefixItems", "description", "values")
+    return {key: value for key, value in found.items() if key not in dropped}
+
+
+def _parts(schema: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a schema and those that it contains."""
+    yield schema
+    for inner in (*schema.get("anyOf", ()), *filter(None, [schema.get("items")])):
+        yield from _parts(inner)
 
 
 def _texts(field: FieldInfo) -> dict[str, Any]:
@@ -76,36 +109,3 @@ def _literal(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     return str(value)
-
-
-def _choices(annotation: Any) -> Iterator[Any]:
-    """Yield the values of a Literal, or of those in a union."""
-    if get_origin(annotation) is Literal:
-        yield from get_args(annotation)
-        return
-    for inner in get_args(annotation):
-        if inner is not NoneType:
-            yield from _choices(inner)
-
-
-def _metadata(annotation: Any) -> Iterator[Any]:
-    """Yield the constraints inside an annotation."""
-    yield from getattr(annotation, "__metadata__", ())
-    for inner in get_args(annotation):
-        yield from _metadata(inner)
-
-
-def _limits(metadata: list[Any]) -> Iterator[tuple[str, float]]:
-    """Yield the words and numbers of the constraints, lower limits first."""
-    flat = []
-    for constraint in metadata:
-        flat += constraint.metadata if isinstance(constraint, FieldInfo) else [constraint]
-    for kind, name, word in (
-        (annotated_types.Ge, "ge", "from"),
-        (annotated_types.Gt, "gt", "above"),
-        (annotated_types.Le, "le", "to"),
-        (annotated_types.Lt, "lt", "below"),
-    ):
-        for constraint in flat:
-            if isinstance(constraint, kind):
-                yield word, getattr(constraint, name)

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any, get_args
 
-from pydantic import BaseModel, ConfigDict, TypeAdapter
-from pydantic.errors import PydanticInvalidForJsonSchema, PydanticSchemaGenerationError
+from pydantic import BaseModel
 
 from fedcb2o import plugins
 from fedcb2o.data import sets, skews, transforms
@@ -32,7 +31,7 @@ from fedcb2o.experiments.grid._definition import (
     Grid,
     TuningSection,
 )
-from fedcb2o.experiments.key_table import default_text, value_range
+from fedcb2o.experiments.key_table import default_text, value_range, value_schema
 from fedcb2o.federated import (
     aggregation,
     algorithms,
@@ -228,7 +227,7 @@ def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema
     if Guards in classes:
         return {"anyOf": [_object(_section_properties(Guards, name)), {"type": "boolean"}]}
     if not any(issubclass(part, Component) for part in classes):
-        return _value_schema(annotation, default)
+        return _schema_with_default(annotation, default)
     if name in _SECTION_NAMES and not section:
         word = next(word for key, word, _ in COMPONENT_SECTIONS if key == name)
         description = f"The {word}: its name, and its parameters as further keys."
@@ -245,26 +244,12 @@ def _nested_annotations(annotation: Any) -> Iterator[Any]:
         yield from _nested_annotations(inner)
 
 
-def _value_schema(annotation: Any, default: Any) -> _Schema:
-    """Return the schema of an annotation; an empty one where TOML cannot express it."""
-    try:
-        config = ConfigDict(arbitrary_types_allowed=True)
-        found = TypeAdapter(annotation, config=config).json_schema()
-    except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError):
-        return {}
-    if "$ref" in str(found):
-        return {}
-    # TOML has no null.
-    choices = [choice for choice in found.get("anyOf", ()) if choice != {"type": "null"}]
-    if len(choices) == 1:
-        found = choices[0]
-    elif choices:
-        found = {**found, "anyOf": choices}
-    dropped = ("default", "format", "prefixItems", "description", "values")
-    found = {key: value for key, value in found.items() if key not in dropped}
-    if isinstance(default, tuple):
+def _schema_with_default(annotation: Any, default: Any) -> _Schema:
+    """Return the schema of an annotation, with a default that TOML can express."""
+    found = value_schema(annotation)
+    if found and isinstance(default, tuple):
         found["default"] = list(default)
-    elif isinstance(default, bool | int | float | str):
+    elif found and isinstance(default, bool | int | float | str):
         found["default"] = default
     return found
 
@@ -374,7 +359,7 @@ def _parameter_schemas(function: Callable[..., Any]) -> dict[str, _Schema]:
         elif name in _CATALOGUES and parameter.annotation in choices:
             found[name] = _function_choice(name)
         else:
-            found[name] = _value_schema(parameter.annotation, parameter.default)
+            found[name] = _schema_with_default(parameter.annotation, parameter.default)
         if name in descriptions:
             found[name] = {**found[name], "description": descriptions[name]}
     return found

@@ -153,15 +153,6 @@ def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]
     return {"own_tests": _select(population.tests, agents), "common_test": common}
 
 
-def _learning_rates(experiment: Experiment) -> tuple[float, ...] | None:
-    """Return the factors on the learning rate by round; None for a constant one."""
-    schedule = experiment.resolved.schedule
-    section = experiment.training
-    if schedule is None:
-        return None
-    return rates(schedule, section.lambda2 * section.gamma, experiment.rounds)
-
-
 def build_run_spec(
     experiment: Experiment,
     seed: int,
@@ -186,12 +177,14 @@ def build_run_spec(
     is_independent = is_batched and network_checks.is_sample_independent(module, x)
     section = experiment.training
     resolved = experiment.resolved
+    schedule = resolved.schedule
+    learning_rate = section.lambda2 * section.gamma
     training = Training(
         **section.model_dump(exclude={"optimiser", "loss", "schedule", "weights"}),
         optimiser=resolved.optimiser,
         loss=resolved.loss,
         weights=resolved.weights,
-        rates=_learning_rates(experiment),
+        rates=None if schedule is None else rates(schedule, learning_rate, experiment.rounds),
         accepts_single_sample=accepts_single_sample,
         is_sample_independent=is_independent,
     )

@@ -34,6 +34,7 @@ from fedcb2o.nn import architectures
 from fedcb2o.records import METRICS, RESERVED_COLUMNS, chosen_metrics
 from fedcb2o.rng import stream
 
+# Keys that name one function: its word in messages, and the module of the built-in ones.
 _FUNCTIONS = {
     "data": ("data set", sets),
     "model": ("model", architectures),
@@ -46,7 +47,6 @@ _FUNCTIONS = {
     "training.schedule": ("schedule", schedules),
     "training.weights": ("weights", sample_weights),
 }
-# Keys that name one function: its word in messages, and the module of the built-in ones.
 
 COMPONENT_KEYS = (*_FUNCTIONS, "metrics", "algorithm", "attack")
 """Dotted keys of an experiment that name functions."""

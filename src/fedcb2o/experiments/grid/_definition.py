@@ -180,17 +180,14 @@ class Grid(Section):
             experiment = self.experiment(setting, defence, attack, candidate, strength)
             baseline = None
             if experiment.attacked:
-                baseline = self._baseline_name(setting, defence, attack)
+                # No candidate or strength changes the baselines' folders.
+                plain = self.experiment(setting, defence, attack)
+                baseline = _digest(self._load(baseline_table(plain, "clean")))
                 for cell in self._baselines(key, experiment, baseline):
                     found.setdefault(cell.folder, cell)
             folder = "/".join(["cells", *key.slugs])
             found[folder] = Cell("cell", key, folder, experiment, baseline)
         return list(found.values())
-
-    def _baseline_name(self, setting: str, defence: str, attack: str) -> str:
-        """Return the name of the baselines' folders, which no candidate or strength changes."""
-        experiment = self.experiment(setting, defence, attack)
-        return _digest(self._load(baseline_table(experiment, "clean")))
 
     def _baselines(self, key: "CellKey", experiment: Experiment, name: str) -> list["Cell"]:
         """Return the baselines of a cell."""
@@ -205,12 +202,14 @@ class Grid(Section):
     def trials(self) -> list["Cell"]:
         """Return a run per defence, candidate and attack for the choice among candidates."""
         cells = []
+        attacks = self.tuning_attacks
+        final: Changes = {"seeds": self.tuning and self.tuning.seeds, "evaluate_on": "tuning"}
         for defence, candidates in self.candidates.items():
-            for number in range(len(candidates)):
-                for attack in self.tuning_attacks:
-                    key = CellKey(self.tuning_setting, defence, attack, number)
-                    folder = "/".join(["tuning", *key.slugs])
-                    cells.append(Cell("tuning", key, folder, self._tuning_experiment(key)))
+            for number, attack in product(range(len(candidates)), attacks):
+                key = CellKey(self.tuning_setting, defence, attack, number)
+                layers = self._layers(key, attacks)
+                experiment = _with_name(self._merge_layers(layers, final), key)
+                cells.append(Cell("tuning", key, "/".join(["tuning", *key.slugs]), experiment))
         return cells
 
     def probes(self, candidates: Mapping[str, int] | None = None) -> list["Cell"]:
@@ -259,12 +258,6 @@ class Grid(Section):
                 name = str(attack.get("name", f"tuning attack {number}"))
                 found[name] = {key: value for key, value in attack.items() if key != "name"}
         return found
-
-    def _tuning_experiment(self, key: "CellKey") -> Experiment:
-        assert self.tuning is not None
-        final = {"seeds": self.tuning.seeds, "evaluate_on": "tuning"}
-        layers = self._layers(key, self.tuning_attacks)
-        return _with_name(self._merge_layers(layers, final), key)
 
     def experiment(
         self,

@@ -129,10 +129,21 @@ def bench(
         candidates = _tuning.read_choices(folder, plan)
         plan = _tuning.with_added_candidates(plan, candidates)
         strengths = _attack_strength.read_choices(folder, plan)
-        cells = _all_cells(plan, candidates, strengths)
+        best = _tuning.best_candidates(candidates)
+        worst = _attack_strength.worst_strengths(strengths)
+        cells = [*plan.trials(), *plan.probes(best), *plan.cells(best, worst)]
         _open_grid(folder, plan, candidates, strengths, cells, resume)
         state = _GridState(folder, cells)
-        unfinished = _unfinished_cells(state, plan, candidates, strengths)
+        # Trials of choices that were made are not run again.
+        pending = [
+            cell
+            for cell in cells
+            if cell.kind != "tuning"
+            or (cell.key.strength is None and cell.key.defence not in candidates)
+            or (cell.key.strength is not None and plan.strength_key(cell.key) not in strengths)
+        ]
+        missing = [(cell, len(state.missing_seeds(cell))) for cell in pending]
+        unfinished = [(cell, count) for cell, count in missing if count]
         experiments = [cell.experiment for cell, _ in unfinished]
         progress = watch or GridProgress()
         description = f"{plan.name}: {pluralize(len(unfinished), 'cell')}"
@@ -149,34 +160,6 @@ def bench(
             _run_phases(scheduler, plan, candidates, strengths)
     failed = {state.cells[name].key.title: error for name, error in state.errors.items()}
     return GridResult(folder, len(state.cells), failed)
-
-
-def _all_cells(
-    plan: Grid, candidates: Mapping[str, Any], strengths: Mapping[StrengthKey, Any]
-) -> list[Cell]:
-    """Return trials, probes and cells, by the choices that were made."""
-    best = _tuning.best_candidates(candidates)
-    worst = _attack_strength.worst_strengths(strengths)
-    return [*plan.trials(), *plan.probes(best), *plan.cells(best, worst)]
-
-
-def _unfinished_cells(
-    state: "_GridState",
-    plan: Grid,
-    candidates: Mapping[str, Any],
-    strengths: Mapping[StrengthKey, Any],
-) -> list[tuple[Cell, int]]:
-    """Return the cells to run and their numbers of seeds, without trials of choices made."""
-    best = _tuning.best_candidates(candidates)
-    worst = _attack_strength.worst_strengths(strengths)
-    trials = [cell for cell in plan.trials() if cell.key.defence not in candidates]
-    probes = [cell for cell in plan.probes(best) if plan.strength_key(cell.key) not in strengths]
-    found = []
-    for cell in [*trials, *probes, *plan.cells(best, worst)]:
-        seeds = state.missing_seeds(cell)
-        if seeds:
-            found.append((cell, len(seeds)))
-    return found
 
 
 def _run_phases(

@@ -216,7 +216,11 @@ def run_seed(
             done = result.n + 1
             record = metrics_record(goal, prepared.adversary.malicious, result)
             if prepared.spec.training.privacy is not None:
-                record["epsilon"] = _spent_epsilons(prepared, done)
+                # By the rounds done, so that a resumed round repeats its bits.
+                record["epsilon"] = [
+                    spent_epsilon(prepared.spec.training, len(samples), experiment.rounds, done)
+                    for samples in prepared.population.train
+                ]
             log.append("metrics", record)
             log.append("pairs", pairs_record(result))
             seconds = dict(result.seconds)
@@ -260,13 +264,6 @@ def _resume_logs(folder: Path, log: RoundLog, start: int, manifest: Manifest | N
             raise damaged_error(
                 folder / name, f"it differs from what it held when {path.name} was written"
             )
-
-
-def _spent_epsilons(prepared: PreparedSeed, done: int) -> list[float]:
-    """Return the epsilon of each agent after a number of rounds; a resumed round repeats bits."""
-    spec = prepared.spec
-    counts = [len(samples) for samples in prepared.population.train]
-    return [spent_epsilon(spec.training, count, spec.rounds, done) for count in counts]
 
 
 def run_algorithm(
