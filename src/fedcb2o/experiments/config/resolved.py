@@ -155,6 +155,9 @@ def resolve(components: Mapping[str, Any]) -> Resolved:
     if adversary is not None:
         attacking, assault, poison = adversary.resolve_attack()
         settings["attack"] = attacking.settings
+    wanted_answers = None
+    if poison is not None and attacks.ON_ANSWERS.get(poison.bound):
+        wanted_answers = functools.partial(attacks.wanted_answers, attack=poison.bound)
     return Resolved(
         **functions,
         metrics={name: metric.bound for name, metric in measured.items()},
@@ -165,7 +168,7 @@ def resolve(components: Mapping[str, Any]) -> Resolved:
         poison=poison,
         goal=_attack_goal({} if poison is None else poison.settings),
         trigger=None if poison is None else _backdoor_trigger(poison.bound),
-        wanted_answers=None if poison is None else _answer_probe(poison.bound),
+        wanted_answers=wanted_answers,
         settings=to_plain(settings),
     )
 
@@ -217,10 +220,3 @@ def _backdoor_trigger(backdoor: _Function) -> Callable[[Tensor], Tensor] | None:
         if name in backdoor.keywords
     }
     return functools.partial(trigger, **arguments)
-
-
-def _answer_probe(poison: _Function) -> Callable[[Shard], Shard] | None:
-    """Return the answers that an attack on text wants; None for another attack."""
-    if not attacks.ON_ANSWERS.get(poison):
-        return None
-    return functools.partial(attacks.wanted_answers, attack=poison)

@@ -78,7 +78,8 @@ def plan_memory(
     needs.check_address_space()
     _shared_memory.remove_stale(folder)  # the models of a killed run take memory, or disk
     budget = _resources.free_memory() if memory is None else memory
-    disk = shutil.disk_usage(_nearest_folder(folder)).free
+    existing = (path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    disk = shutil.disk_usage(next(existing)).free
     disk_bytes = needs.disk_bytes(folder)
     # What is free now is an estimate. Small models run even where it seems too little.
     is_small = memory is None and needs.model_bytes <= needs.data_bytes + needs.training_bytes
@@ -219,9 +220,3 @@ def parse_size(text: str | int) -> int:
             f"got {text!r}"
         )
     return int(float(match[1]) * _SIZE_UNITS[match[2]])
-
-
-def _nearest_folder(folder: Path) -> Path:
-    """Return the nearest existing folder."""
-    candidates = (folder, *folder.absolute().parents)
-    return next(path for path in candidates if path.is_dir())
