@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tiny import set_processors
+from tests.tiny import cells_in_this_process, set_processors
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -33,9 +33,6 @@ BLOCK = re.compile(
 
 LONG = ("README.md", "particles.md", "when-to-use-cb2o.md")
 """Pages whose code takes more than a few seconds; continuous integration runs it."""
-
-# The number of jobs starts as many processes.
-SHORTER = {"bench.md": {"jobs=2": "jobs=1"}}
 
 
 def blocks(page: Path, language: str) -> Iterator[tuple[int, str]]:
@@ -94,10 +91,10 @@ def run_page(page: Path, folder: Path, changes: Mapping[str, str]) -> None:
         text = text.replace(piece, other)
     script = folder / f"{page.stem}.py"
     script.write_text(text, encoding="utf-8")
-    with pytest.MonkeyPatch.context() as patch:
+    # One process, because each further one would import PyTorch.
+    with cells_in_this_process(), pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(sys, "path", list(sys.path))
-        # One process, because each further one would import PyTorch.
         set_processors(patch, 1)
         runpy.run_path(str(script), run_name="__main__")
 
@@ -112,7 +109,7 @@ def run_page(page: Path, folder: Path, changes: Mapping[str, str]) -> None:
     ids=lambda page: page.name,
 )
 def test_python_runs(page, tmp_path, capsys):
-    run_page(page, tmp_path, SHORTER.get(page.name, {}))
+    run_page(page, tmp_path, {})
     output = capsys.readouterr().out
     # Rounding, and with it the digits of results, differs on other processors.
     if page.name == "README.md" and platform.machine() == "x86_64":

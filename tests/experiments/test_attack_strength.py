@@ -6,7 +6,7 @@ import shutil
 import pytest
 import tomli_w
 from tests.experiments.test_grid import ALIE, FLIP, MEAN, grid
-from tests.tiny import run_cli
+from tests.tiny import cells_in_this_process, run_cli
 
 from fedcb2o import bench, records
 from fedcb2o.errors import ConfigError, RunError
@@ -15,6 +15,12 @@ from fedcb2o.records import Run, _former_settings
 
 Z = [{"attack": {"z": z}} for z in (0.5, 2.0)]
 LATE = {**FLIP, "strengths": [{}, {"attack": {"from_round": 1}}]}
+
+
+@pytest.fixture(autouse=True)
+def one_process():
+    with cells_in_this_process():
+        yield
 
 
 def grid_with_strengths(**changes):

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from tests.tiny import cells_in_this_process
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
@@ -46,10 +47,12 @@ GRID = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("grid") / "patients"
-    fedcb2o.bench(GRID, out=folder, jobs=1)
+    with cells_in_this_process():
+        fedcb2o.bench(GRID, out=folder, jobs=1)
     return folder
 
 
+@pytest.mark.usefixtures("no_figures")
 def test_a_grid_is_ranked_by_a_metric_of_the_outputs(folder, tmp_path):
     results = read_grid(folder)
     assert results.main == "mae"
