@@ -12,8 +12,8 @@ for all others.
         ├── parallel._process_pool.WorkerProcessError    a worker process that died
         └── RemovedError                                 a peer that is no member any more
 
-Two exceptions do not reach the user: `peer.wire._protocol.MalformedError` (bytes that are no valid
-message) and `peer.wire._client.StoppedError` (the agent was asked to stop).
+Two exceptions do not reach the user: `peer.wire.protocol.MalformedError` (bytes that are no valid
+message) and `peer.wire.client.StoppedError` (the agent was asked to stop).
 
 Example:
     >>> try:

@@ -30,7 +30,6 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import numpy as np
-import torch
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedcb2o.errors import ConfigError, FedCB2OError
@@ -38,13 +37,6 @@ from fedcb2o.errors import ConfigError, FedCB2OError
 PluginFunction = Callable[..., Any]
 PluginChoice = str | PluginFunction | Mapping[str, Any]
 """A function's name, a function, or a table {name = ..., parameter = ...}."""
-
-PYTORCH_SETTINGS: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
-    (torch.get_num_threads, torch.set_num_threads),
-    (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.is_grad_enabled, torch.set_grad_enabled),
-)
-"""Getter and setter of every process-wide setting that changes how PyTorch computes."""
 
 _SECTION = re.compile(r"^(Args|Attributes|Example|Raises|Returns|Yields):\n", re.MULTILINE)
 _ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
@@ -260,7 +252,8 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
     block changes are restored, because the bits of other results depend on them. The message names
     the failing line, in `file` where there is one.
     """
-    original = [getter() for getter, _ in PYTORCH_SETTINGS]
+    settings = _pytorch_settings()
+    original = [getter() for getter, _ in settings]
     try:
         yield
     except (FedCB2OError, KeyboardInterrupt):
@@ -272,9 +265,20 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
             f"the {kind} `{name}` failed{place}: {type(error).__name__}: {error}{notes}"
         ) from error
     finally:
-        for (getter, setter), value in zip(PYTORCH_SETTINGS, original, strict=True):
+        for (getter, setter), value in zip(settings, original, strict=True):
             if getter() != value:
                 setter(value)
+
+
+def _pytorch_settings() -> tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]:
+    """Return getter and setter of each process-wide setting that changes PyTorch's results."""
+    import torch  # slow to import
+
+    return (
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+    )
 
 
 def failing_line(error: BaseException, file: str | None = None) -> str:
@@ -503,13 +507,19 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
         return type(value)(to_python(item, arrays=arrays) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    is_array = isinstance(value, np.ndarray | torch.Tensor)
+    is_array = isinstance(value, np.ndarray) or _is_tensor(value)
     # Its `tolist` returns the same type, which JSON and TOML lack.
     if isinstance(value, np.longdouble):
         return float(value)
     if isinstance(value, np.generic) or (arrays and is_array):
         return value.tolist()
     return value
+
+
+def _is_tensor(value: Any) -> bool:
+    # A process without PyTorch, such as a relay, has no tensors.
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
 
 
 def _validate(annotation: Any, value: Any) -> Any:

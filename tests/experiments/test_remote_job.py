@@ -11,8 +11,9 @@ from tests.tiny import tiny
 from fedcb2o.experiments import run
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.experiments.runs import _provenance, _remote_job, exclusive_lock
+from fedcb2o.experiments.runs import _provenance, _remote_job
 from fedcb2o.experiments.runs._run_directory import open_run
+from fedcb2o.records import exclusive_lock
 
 pytest.importorskip("ray")
 

@@ -17,8 +17,9 @@ from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.config.datasets import load_dataset
-from fedcb2o.experiments.runs import _remote_runs, exclusive_lock
+from fedcb2o.experiments.runs import _remote_runs
 from fedcb2o.experiments.runs._remote_job import file_stamps
+from fedcb2o.records import exclusive_lock
 
 pytest.importorskip("ray")
 

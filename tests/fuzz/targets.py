@@ -39,28 +39,20 @@ from tests.peer.members import federated, identities
 from fedcb2o.data.sets import arrays
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.nn import parameters
-from fedcb2o.peer import _metrics_server
+from fedcb2o.peer import _backup, _metrics_server
 from fedcb2o.peer.membership import Federation, Identity, amend_federation, certificates
 from fedcb2o.peer.membership import federation as federation_files
 from fedcb2o.peer.membership.identity import SIGNED_VERSIONS_FILE, Member, parse_bounded_toml
-from fedcb2o.peer.node import _agent, _backup, _preflight
+from fedcb2o.peer.node import _agent, _preflight
 from fedcb2o.peer.report import PeerRecords
-from fedcb2o.peer.wire import (
-    Int8Codec,
-    Ledger,
-    MalformedError,
-    Manifest,
-    Proof,
-    RawCodec,
-    SigningJournal,
-    _mailbox,
-    _protocol,
-    _relay,
-    _sealing,
-    verify_proof,
-)
-from fedcb2o.peer.wire._http import HttpRequest, RefusedError, RequestParser
-from fedcb2o.peer.wire._probe import ProbeResult
+from fedcb2o.peer.wire import mailbox as mailbox_module
+from fedcb2o.peer.wire import protocol, sealing
+from fedcb2o.peer.wire import relay as relay_module
+from fedcb2o.peer.wire.compression import Int8Codec, RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
+from fedcb2o.peer.wire.http_requests import HttpRequest, RefusedError, RequestParser
+from fedcb2o.peer.wire.probe import ProbeResult
+from fedcb2o.peer.wire.protocol import MalformedError, Manifest
 
 VECTORS = Path(__file__).parents[1] / "peer"
 CORPUS = Path(__file__).parent / "corpus"
@@ -83,7 +75,7 @@ class World:
     stranger: Member
     first: Federation
     second: Federation
-    sessions: list[_sealing.Session]
+    sessions: list[sealing.Session]
 
     @property
     def own(self) -> Identity:
@@ -119,7 +111,7 @@ def world() -> World:
     federation_files.write_federation(second, path)
     for identity in organisations[:2]:
         second = federation_files.sign_federation(path, identity)
-    sessions = [_sealing.Session(first, identity) for identity in organisations[:2]]
+    sessions = [sealing.Session(first, identity) for identity in organisations[:2]]
     stranger = Identity.make(folder / "stranger", name="stranger", endpoint="192.0.2.1:7447")
     return World(folder, organisations, stranger.member, first, second, sessions)
 
@@ -310,17 +302,17 @@ def http_seeds() -> list[bytes]:
 def wire_messages(data: bytes) -> None:
     """Manifests, requests, answers and offers: accepted bytes are the only encoding."""
     with suppress(MalformedError):
-        manifest, body, signature = _protocol.decode_manifest(data)
+        manifest, body, signature = protocol.decode_manifest(data)
         assert manifest.to_signed_bytes(lambda signed: signature) == data
         assert manifest.body == body
     with suppress(MalformedError):
-        request, _, signature = _protocol.decode_request(data)
+        request, _, signature = protocol.decode_request(data)
         assert request.encode(lambda signed: signature) == data
     with suppress(MalformedError):
-        assert _protocol.decode_answer(data).encode() == data
+        assert protocol.decode_answer(data).encode() == data
     with suppress(MalformedError):
-        offer = _protocol.decode_offer(data)
-        assert _protocol.decode_offer(_protocol.encode_offer(*offer)) == offer
+        offer = protocol.decode_offer(data)
+        assert protocol.decode_offer(protocol.encode_offer(*offer)) == offer
 
 
 def wire_seeds() -> list[bytes]:
@@ -331,8 +323,8 @@ def wire_seeds() -> list[bytes]:
 def hello(data: bytes) -> None:
     """The description that a member signed, and what `peer check` shows of it."""
     member = world().other.member
-    signed = data + world().other.sign(_protocol.HELLO_CONTEXT + NONCE + data)
-    answer = _protocol.Answer(_protocol.AnswerStatus.OK, signed)
+    signed = data + world().other.sign(protocol.HELLO_CONTEXT + NONCE + data)
+    answer = protocol.Answer(protocol.AnswerStatus.OK, signed)
     reply = _preflight._decode_reply(answer, NONCE, member, time.time())
     result = _preflight._member_result(world().first, member, reply, True, ProbeResult())
     claim = _preflight.describe_relay_version(world().first, reply.content or {})
@@ -356,13 +348,13 @@ def hello_seeds() -> list[bytes]:
 def card(data: bytes) -> None:
     """A card with a valid signature of a member over any content."""
     own, _ = world().sessions
-    body = data[: _sealing.CARD_BYTES - 64].ljust(_sealing.CARD_BYTES - 64, b"\0")
-    signed = body + world().other.sign(_sealing._CARD_CONTEXT + body)
+    body = data[: sealing.CARD_BYTES - 64].ljust(sealing.CARD_BYTES - 64, b"\0")
+    signed = body + world().other.sign(sealing._CARD_CONTEXT + body)
     for content in (data, signed):
         with suppress(MalformedError):
             assert own.read_card(content).identity == world().other.member.key
         with suppress(MalformedError):
-            own.seal(own.read_card(content), _sealing.SealedKind.REQUEST, 1, b"question")
+            own.seal(own.read_card(content), sealing.SealedKind.REQUEST, 1, b"question")
 
 
 def card_seeds() -> list[bytes]:
@@ -382,7 +374,7 @@ def sealed(data: bytes) -> None:
 def sealed_seeds() -> list[bytes]:
     own, other = world().sessions
     to_own = other.read_card(own.card(1))
-    kinds = (_sealing.SealedKind.REQUEST, _sealing.SealedKind.ANSWER)
+    kinds = (sealing.SealedKind.REQUEST, sealing.SealedKind.ANSWER)
     return [other.seal(to_own, kind, 3, b"content") for kind in kinds]
 
 
@@ -403,7 +395,7 @@ class _Replies:
 
 def relay_reply(data: bytes) -> None:
     """The replies of a hostile relay, as a member reads them."""
-    mailbox = _mailbox.RelayMailbox(world().other.member, world().own)
+    mailbox = mailbox_module.RelayMailbox(world().other.member, world().own)
     calls: list[Callable[[], Any]] = [
         mailbox.cards,
         mailbox.federation,
@@ -419,20 +411,23 @@ def relay_reply(data: bytes) -> None:
     mailbox._pool = _Replies(200, data)  # type: ignore[assignment]
     with suppress(OSError):
         parts = mailbox.take("org-0/" + "0" * 32, 0.0)
-        assert data.startswith(_mailbox.join_messages(parts))
+        assert data.startswith(mailbox_module.join_messages(parts))
 
 
 def relay_reply_seeds() -> list[bytes]:
     version = json.dumps({"run": "0", "version": 1, "federation": "0"}).encode()
-    cards = _mailbox.join_messages([b"org-1.run", world().sessions[1].card(1)])
+    cards = mailbox_module.join_messages([b"org-1.run", world().sessions[1].card(1)])
     return [version, cards, federation_files.file_content(world().second)]
 
 
 @functools.cache
-def _own_relay() -> _relay.Relay:
+def _own_relay() -> relay_module.Relay:
     """Return a relay that does not listen."""
-    with mock.patch.object(_relay, "Listener"), mock.patch.object(_relay, "open_listening_socket"):
-        relay = _relay.Relay(world().first, world().other, folder=world().folder / "relay")
+    with (
+        mock.patch.object(relay_module, "Listener"),
+        mock.patch.object(relay_module, "open_listening_socket"),
+    ):
+        relay = relay_module.Relay(world().first, world().other, folder=world().folder / "relay")
     relay._keep_box("org-1", "org-1/" + "0" * 32)
     return relay
 
@@ -443,7 +438,7 @@ def relay_request(data: bytes) -> None:
     method, _, target = head.decode("latin-1").partition(" ")
     request = HttpRequest(method, target, {"authorization": "Ed25519 AA=="}, body, None)
     assert _own_relay()._signer(request) is None
-    with mock.patch.object(_relay, "_MAX_TAKE_SECONDS", 0.0), suppress(OSError):
+    with mock.patch.object(relay_module, "_MAX_TAKE_SECONDS", 0.0), suppress(OSError):
         code, content = _own_relay()._reply("org-0", request)
         assert code in (200, 403, 404, 429)
         assert code == 200 or content
@@ -509,10 +504,10 @@ def proof(data: bytes) -> None:
 
 def _proof_file(*bodies: bytes) -> bytes:
     sign = world().other.sign
-    signed = sorted(body + sign(_protocol.MANIFEST_CONTEXT + body) for body in bodies)
+    signed = sorted(body + sign(protocol.MANIFEST_CONTEXT + body) for body in bodies)
     agent, round, run = 1, 7, world().first.run
     with suppress(MalformedError):
-        found = _protocol.decode_manifest(signed[0])[0]
+        found = protocol.decode_manifest(signed[0])[0]
         agent, round, run = found.agent, found.round, found.run
     proof = Proof("org-1", agent, round, run, world().other.member.key, (signed[0], signed[1]))
     with world().empty_folder() as folder:
@@ -544,13 +539,13 @@ def witnesses(data: bytes) -> None:
         ledger = Ledger(folder, world().first)
         ledger.record(_manifest(bytes(8)).to_signed_bytes(world().other.sign))
         with suppress(MalformedError):
-            signed, digests = _protocol.decode_offer(data)
+            signed, digests = protocol.decode_offer(data)
             ledger.record(signed)
             for agent, n, digest in ledger.find_conflicts(digests)[:8]:
                 ledger.prove(agent, n, {digest: signed, bytes(32): data})
                 ledger.get(agent, n, digest)
         ledger.record(data)
-        assert len(ledger.digests()) <= _protocol.MAX_DIGESTS
+        assert len(ledger.digests()) <= protocol.MAX_DIGESTS
         if b"manifest" in data:  # it may be signed
             return
         assert not ledger.equivocators
@@ -559,7 +554,7 @@ def witnesses(data: bytes) -> None:
 def witness_seeds() -> list[bytes]:
     signed = _manifest(bytes(8)).to_signed_bytes(world().other.sign)
     digests = [(1, 7, bytes(32)), (2, 7, bytes(32)), (2, 7, NONCE * 2)]
-    return [signed, _protocol.encode_offer(signed, digests)]
+    return [signed, protocol.encode_offer(signed, digests)]
 
 
 # --- files of a run, and requests of local programs ----------------------------------------------

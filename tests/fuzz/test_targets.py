@@ -52,7 +52,7 @@ def test_another_exception_of_a_parser_is_found(fault, monkeypatch):
     def broken(data, **_):
         raise fault
 
-    monkeypatch.setattr(targets._protocol, "decode_manifest", broken)
+    monkeypatch.setattr(targets.protocol, "decode_manifest", broken)
     with pytest.raises(type(fault)):
         targets.check("wire", b"")
 

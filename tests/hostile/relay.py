@@ -25,9 +25,10 @@ from tests.peer.relays import CARD_BYTES, Relayed, RelayMailbox, SealedKind, Ses
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, read_federation
-from fedcb2o.peer.wire import Relay, Request, RequestKind
-from fedcb2o.peer.wire._mailbox import FORMER_MEMBER, join_messages, split_messages
-from fedcb2o.peer.wire._sealing import _SEALED
+from fedcb2o.peer.wire.mailbox import FORMER_MEMBER, join_messages, split_messages
+from fedcb2o.peer.wire.protocol import Request, RequestKind
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.sealing import _SEALED
 
 COUNT = 5
 TIMES = {"lag": 4, "deadline_seconds": 15.0, "round_seconds": 5.0}

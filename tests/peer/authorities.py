@@ -15,7 +15,7 @@ from cryptography.hazmat.primitives.serialization import (
 )
 
 from fedcb2o.peer.membership import Identity, Member, certificates
-from fedcb2o.peer.wire._tls import client_context
+from fedcb2o.peer.wire.tls import client_context
 
 
 def root_of(identity: Identity) -> tuple[x509.Certificate, ec.EllipticCurvePrivateKey]:

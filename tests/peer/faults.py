@@ -8,17 +8,17 @@ import time
 
 def lease(seconds: float) -> None:
     """Consider a link as down after `seconds` without a sign of life."""
-    from fedcb2o.peer.wire import _dialer
+    from fedcb2o.peer.wire import dialer
 
-    _dialer.LEASE_SECONDS = seconds
-    _dialer._HEARTBEAT_SECONDS = seconds / 4
+    dialer.LEASE_SECONDS = seconds
+    dialer._HEARTBEAT_SECONDS = seconds / 4
 
 
 def patient(seconds: float) -> None:
     """Let rounds wait `seconds` for slow members, as after many rounds without waiting."""
-    from fedcb2o.peer.wire import _patience
+    from fedcb2o.peer.wire import patience
 
-    _patience._FIRST_CREDIT_SECONDS = seconds
+    patience._FIRST_CREDIT_SECONDS = seconds
 
 
 def full(size: int) -> None:

@@ -27,25 +27,23 @@ from tests.peer import raw
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import Federation, Identity, read_federation
 from fedcb2o.peer.node import build_network
-from fedcb2o.peer.wire import (
+from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,
     SIGNATURE_BYTES,
     Answer,
     AnswerStatus,
     BytesLike,
-    Https,
     MalformedError,
     Manifest,
-    Reply,
     Request,
     RequestKind,
-    Transport,
     decode_manifest,
     decode_offer,
     decode_request,
     encode_offer,
     num_chunks,
 )
+from fedcb2o.peer.wire.transport import Https, Reply, Transport
 
 LATE = "late"  # the reason for a peer without an answer in time
 Sent: TypeAlias = Answer | bytes  # bytes take the place of the whole answer of HTTP

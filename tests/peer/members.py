@@ -9,7 +9,7 @@ from typing import Any
 from tests.tiny import tiny
 
 from fedcb2o.data import digits
-from fedcb2o.peer.membership import Federation, Identity, federation
+from fedcb2o.peer.membership import Federation, Identity, federation, make_federation
 
 
 def free_ports(n: int) -> list[int]:
@@ -59,7 +59,7 @@ def federated(
 ) -> Federation:
     """Return a federation of the tiny digits experiment, with `changes`, written to `path`."""
     members = [identity.member for identity in organisations]
-    result = federation.make_federation(
+    result = make_federation(
         experiment(len(organisations), **(changes or {})), members, dataset=digits(), **options
     )
     if path is not None:

@@ -19,18 +19,18 @@ from fedcb2o.data import digits
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.node import Node, build_network
-from fedcb2o.peer.wire import (
+from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
     Manifest,
-    Reply,
     Request,
     RequestKind,
     decode_request,
     encode_hello,
     encode_offer,
 )
+from fedcb2o.peer.wire.transport import Reply
 
 ROUND_SECONDS = 0.6
 DEADLINE_SECONDS = 6.0

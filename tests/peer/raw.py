@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire._tls import close_wrapped
+from fedcb2o.peer.wire.tls import close_wrapped
 
 Respond = Callable[[str, Mapping[str, str]], Iterable[bytes]]
 STATE = "/v1/federation"

@@ -23,11 +23,12 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.wire import Relay, _relayed
-from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._mailbox import FormerMemberError, Mailbox, RelayMailbox
-from fedcb2o.peer.wire._relayed import Relayed
-from fedcb2o.peer.wire._sealing import CARD_BYTES, SealedKind, Session
+from fedcb2o.peer.wire import relayed as relayed_module
+from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire.mailbox import FormerMemberError, Mailbox, RelayMailbox
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.relayed import Relayed
+from fedcb2o.peer.wire.sealing import CARD_BYTES, SealedKind, Session
 
 __all__ = [
     "CARD_BYTES",
@@ -115,7 +116,7 @@ def relayed(
         identity = relay_identity(folder)
         stack.enter_context(Relay(federation, identity, folder=folder / "relay"))
         mailboxes = [RelayMailbox(identity.member, one) for one in organisations]
-    stack.enter_context(mock.patch.object(_relayed, "_CARD_SECONDS", 0.03))
+    stack.enter_context(mock.patch.object(relayed_module, "_CARD_SECONDS", 0.03))
     transports = [
         stack.enter_context(Relayed(federation, identity, mailbox))
         for identity, mailbox in zip(organisations, mailboxes, strict=True)

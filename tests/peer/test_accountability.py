@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.wire import (
+from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, verify_proof
+from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
-    Ledger,
     Manifest,
-    PeerClient,
-    RawCodec,
     RequestKind,
-    Server,
-    Snapshot,
     decode_manifest,
     decode_offer,
     decode_request,
     encode_offer,
-    verify_proof,
 )
+from fedcb2o.peer.wire.server import Server, Snapshot
 
 HONEST = (0, 1, 2)
 EQUIVOCATOR, FLOODER = 3, 4

@@ -34,9 +34,10 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.wire import Https, Relay
-from fedcb2o.peer.wire._probe import probe_member
-from fedcb2o.peer.wire._tls import close_wrapped
+from fedcb2o.peer.wire.probe import probe_member
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.tls import close_wrapped
+from fedcb2o.peer.wire.transport import Https
 
 
 @pytest.fixture

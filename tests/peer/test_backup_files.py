@@ -12,9 +12,9 @@ from tests.peer import members
 from tests.test_foreign_files import no_waiting  # noqa: F401 (a fixture)
 
 from fedcb2o.errors import ConfigError, RunError
+from fedcb2o.peer._backup import back_up, restore
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node._backup import back_up, restore
-from fedcb2o.peer.wire._equivocation import RESTORED_FILE
+from fedcb2o.peer.wire.equivocation import RESTORED_FILE
 
 
 @pytest.fixture
@@ -169,14 +169,14 @@ def test_a_huge_key_and_too_many_files_are_refused(backup, tmp_path, monkeypatch
     bad = changed(backup, entry("keys/huge"), content=bytes(2**20 + 1))
     with pytest.raises(ConfigError, match="keys/huge"):
         restore(bad, tmp_path / "new-keys", tmp_path / "new-run")
-    monkeypatch.setattr("fedcb2o.peer.node._backup._MAX_FILES", 3)
+    monkeypatch.setattr("fedcb2o.peer._backup._MAX_FILES", 3)
     with pytest.raises(ConfigError, match="more than 3 files"):
         restore(backup, tmp_path / "new-keys", tmp_path / "new-run")
 
 
 def test_a_file_beyond_the_free_room_is_refused(backup, tmp_path, monkeypatch):
     usage = SimpleNamespace(free=10)
-    monkeypatch.setattr("fedcb2o.peer.node._backup.shutil.disk_usage", lambda _: usage)
+    monkeypatch.setattr("fedcb2o.peer._backup.shutil.disk_usage", lambda _: usage)
     with pytest.raises(RunError, match="10 are free: make room"):
         restore(backup, tmp_path / "new-keys", tmp_path / "new-run")
     assert not (tmp_path / "new-run").exists()

@@ -7,7 +7,7 @@ import pytest
 from tests.peer import members, pace
 
 from fedcb2o.peer.node import PeerMonitor, _peer_monitor
-from fedcb2o.peer.wire import Backoff
+from fedcb2o.peer.wire.patience import Backoff
 
 ROUNDS, LAG = 120, 4
 ROUND_SECONDS, WORK_SECONDS, DEADLINE = 1.0, 0.3, 18.0

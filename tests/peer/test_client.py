@@ -2,7 +2,7 @@
 
 import math
 
-from fedcb2o.peer.wire import Backoff, Patience, Wait
+from fedcb2o.peer.wire.patience import Backoff, Patience, Wait
 
 DEADLINE = 60.0
 

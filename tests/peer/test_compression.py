@@ -14,8 +14,14 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.guards.acceptance import MAX_VALUE
-from fedcb2o.peer.wire import Codec, Int8Codec, RawCodec
-from fedcb2o.peer.wire._compression import BLOCK_SIZE, MAX_SCALE, MAX_WINDOW_BYTES
+from fedcb2o.peer.wire.compression import (
+    BLOCK_SIZE,
+    MAX_SCALE,
+    MAX_WINDOW_BYTES,
+    Codec,
+    Int8Codec,
+    RawCodec,
+)
 
 DIM = 3 * BLOCK_SIZE + 5  # the last block is not full
 

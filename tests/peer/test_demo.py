@@ -18,17 +18,13 @@ from tests.processes import living, needs_proc
 from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.peer.membership import Identity, federation
+from fedcb2o.peer.membership import Identity, federation, make_federation
 from fedcb2o.peer.node import _demo
 from fedcb2o.peer.node._byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
-from fedcb2o.peer.wire import (
-    AnswerStatus,
-    RawCodec,
-    Request,
-    RequestKind,
-    _protocol,
-    number_fault,
-)
+from fedcb2o.peer.wire import protocol
+from fedcb2o.peer.wire.client import number_fault
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.protocol import AnswerStatus, Request, RequestKind
 
 DIM = 300_000  # two chunks
 ME, ATTACKER = 0, 1
@@ -50,7 +46,7 @@ def parties(tmp_path_factory):
         "rounds": 40,
     }
     experiment = load("digits-fedassay", changes)
-    return federation.make_federation(
+    return make_federation(
         experiment, [identity.member for identity in identities], dataset=breast_cancer()
     ), identities
 
@@ -70,8 +66,8 @@ def refusal_reason(attacker, n):
     """Return why a receiver refuses the attacker's model of round n."""
     body = request_body(attacker, RequestKind.MANIFEST, round=n)
     try:
-        signed, _ = _protocol.decode_offer(body)
-    except _protocol.MalformedError as error:
+        signed, _ = protocol.decode_offer(body)
+    except protocol.MalformedError as error:
         return error.reason
     codec = RawCodec(DIM)
     checks = {
@@ -82,7 +78,7 @@ def refusal_reason(attacker, n):
         "dim": DIM,
         "max_bytes": codec.max_bytes,
     }
-    reason, manifest = _protocol.validate_manifest(signed, **checks)
+    reason, manifest = protocol.validate_manifest(signed, **checks)
     if manifest is None:
         return reason
     chunks = [
@@ -136,8 +132,8 @@ def test_the_byzantine_peer_equivocates_in_the_last_rounds(parties):
         )
         for peer in (0, 5)
     ]
-    signed = [_protocol.decode_offer(data.body)[0] for data in offers]
-    manifests = [_protocol.verify_member_manifest(data, agreement)[1] for data in signed]
+    signed = [protocol.decode_offer(data.body)[0] for data in offers]
+    manifests = [protocol.verify_member_manifest(data, agreement)[1] for data in signed]
     assert manifests[0].round == manifests[1].round == n
     assert manifests[0].digest != manifests[1].digest
 

@@ -252,12 +252,12 @@ def test_keys_of_malicious_agents_are_optional(tmp_path):
     """The hash of the federation is the same with and without these keys."""
     organisations = identities(tmp_path, 2)
     values = experiment(2, agents={"benign": 2, "malicious": 0, "malicious_samples": 1})
-    explicit = federation.make_federation(
+    explicit = make_federation(
         values, [organisation.member for organisation in organisations], dataset=digits()
     )
     agents = values["agents"]
     del agents["malicious"], agents["malicious_samples"]
-    agreement = federation.make_federation(
+    agreement = make_federation(
         values, [organisation.member for organisation in organisations], dataset=digits()
     )
     assert agreement.digest == explicit.digest

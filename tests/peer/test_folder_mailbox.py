@@ -18,7 +18,8 @@ from tests.peer.test_transport import ok
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.wire import _folder_mailbox, open_transport
+from fedcb2o.peer.wire import folder_mailbox
+from fedcb2o.peer.wire.relayed import open_transport
 
 NAMES = ("org-0", "org-1", "org-2")
 BOX = f"org-0/{'a' * 32}"
@@ -181,7 +182,7 @@ def test_a_card_replaces_the_entry_in_its_place(folder: Path, outside: Path) -> 
 
 
 def test_a_million_other_cards_hide_none(folder: Path, monkeypatch) -> None:
-    monkeypatch.setattr(_folder_mailbox, "_MAX_ENTRIES", 4)
+    monkeypatch.setattr(folder_mailbox, "_MAX_ENTRIES", 4)
     box = mailbox(folder)
     for number in range(100):
         (folder / "cards" / f"a-{number}.run").write_bytes(b"junk")
@@ -190,7 +191,7 @@ def test_a_million_other_cards_hide_none(folder: Path, monkeypatch) -> None:
 
 
 def test_a_box_full_of_other_entries_is_put_aside(folder: Path, monkeypatch, caplog) -> None:
-    monkeypatch.setattr(_folder_mailbox, "_MAX_ENTRIES", 8)
+    monkeypatch.setattr(folder_mailbox, "_MAX_ENTRIES", 8)
     box = mailbox(folder)
     box.take(BOX, 0.0)
     for number in range(20):
@@ -210,7 +211,7 @@ def test_users_have_their_turn(folder: Path, monkeypatch) -> None:
         def __init__(self, user: int) -> None:
             self.st_uid = user
 
-    order = _folder_mailbox._in_turn({name: Status(user) for name, user in users.items()})
+    order = folder_mailbox._in_turn({name: Status(user) for name, user in users.items()})
     assert order[0] == f"{0:020}-{0:08x}"
     assert order[1] == f"{200:020}-{0:08x}"
     assert sorted(order) == sorted(users)

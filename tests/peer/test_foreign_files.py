@@ -21,7 +21,7 @@ from fedcb2o.peer.membership.federation import (
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.membership.passphrase import read_passphrase
 from fedcb2o.peer.report import PeerRecords
-from fedcb2o.peer.wire import Proof, SigningJournal
+from fedcb2o.peer.wire.equivocation import Proof, SigningJournal
 
 READERS = {
     "federation": (read_federation, ConfigError),

@@ -20,16 +20,11 @@ from tests.tiny import run_cli
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import read_federation
 from fedcb2o.peer.node import build_network
-from fedcb2o.peer.wire import (
-    ZERO_DIGEST,
-    Ledger,
-    Manifest,
-    PeerClient,
-    RawCodec,
-    Server,
-    Snapshot,
-    verify_proof,
-)
+from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, verify_proof
+from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.server import Server, Snapshot
 
 STALLS = [["never", "chunks never"], ["busy"] * 2, ["after the deadline", "busy"]]
 """Answers of the last rounds: a member that makes a node wait is suspended for a while."""

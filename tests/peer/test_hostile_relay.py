@@ -21,7 +21,10 @@ from tests.peer.relays import (
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer.membership import Identity, Member
-from fedcb2o.peer.wire import Answer, AnswerStatus, MalformedError, Relay, _pace, _relay, _relayed
+from fedcb2o.peer.wire import pace, relayed
+from fedcb2o.peer.wire import relay as relay_module
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError
+from fedcb2o.peer.wire.relay import Relay
 
 BOX = f"org-0/{'0' * 32}"
 NAMES = ("org-0", "org-1", "org-2")
@@ -90,9 +93,9 @@ def test_versions_that_a_relay_shows_again_and_again_are_read_once(three, monkey
             pass
         return ""
 
-    monkeypatch.setattr(_relayed, "removal_notice", read)
-    monkeypatch.setattr(_relayed, "_FORMER_SECONDS", 0.01)
-    monkeypatch.setattr(_relayed, "_RETRY_SECONDS", 0.01)
+    monkeypatch.setattr(relayed, "removal_notice", read)
+    monkeypatch.setattr(relayed, "_FORMER_SECONDS", 0.01)
+    monkeypatch.setattr(relayed, "_RETRY_SECONDS", 0.01)
     mailbox = Hostile(
         cards=lambda: raise_former(secrets.token_bytes(100) if seconds else b"same"),
         take=lambda: raise_former(secrets.token_bytes(100) if seconds else b"same"),
@@ -166,8 +169,8 @@ def test_useless_replies_at_full_speed_use_a_small_share_of_a_processor(three, m
 
 
 def test_a_relay_that_fails_now_and_then_causes_few_log_lines(three, monkeypatch, caplog):
-    monkeypatch.setattr(_relayed, "_RETRY_SECONDS", 0.001)
-    monkeypatch.setattr(_relayed, "_CARD_SECONDS", 0.001)
+    monkeypatch.setattr(relayed, "_RETRY_SECONDS", 0.001)
+    monkeypatch.setattr(relayed, "_CARD_SECONDS", 0.001)
 
     def fail():
         if mailbox.calls["cards"] % 2:
@@ -181,7 +184,7 @@ def test_a_relay_that_fails_now_and_then_causes_few_log_lines(three, monkeypatch
 
 
 def test_a_single_failure_of_the_relay_ends_no_request(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(_relayed, "_OUTAGE_SECONDS", 3600.0)
+    monkeypatch.setattr(relayed, "_OUTAGE_SECONDS", 3600.0)
     orgs, federation = three
     with ExitStack() as stack:
         first, second, _ = relays.relayed("folder", orgs, federation, tmp_path, stack)
@@ -274,14 +277,14 @@ def test_the_folder_is_read_once_between_two_takes(three, relay, monkeypatch):
 
 
 def test_sums_are_right_after_a_restart_a_sweep_and_a_removed_box(tmp_path, monkeypatch):
-    monkeypatch.setattr(_relay, "_MAX_STORED_BYTES", 2**20)
+    monkeypatch.setattr(relay_module, "_MAX_STORED_BYTES", 2**20)
     content = memoryview(bytes(2**19))
     mailbox = FolderMailbox(tmp_path, NAMES)
     mailbox.take(BOX, 0.0)
-    sums = _relay._StoredBytes(mailbox)
+    sums = relay_module._StoredBytes(mailbox)
     assert [sums.put(BOX, content, "org-1") for _ in range(3)] == [True, True, False]
     assert sums.put(BOX, content, "org-2")
-    restarted = _relay._StoredBytes(FolderMailbox(tmp_path, NAMES))
+    restarted = relay_module._StoredBytes(FolderMailbox(tmp_path, NAMES))
     assert not restarted.put(BOX, content, "org-1")
     assert restarted.put(BOX, content, "org-2")
     for forget in (lambda: sums.forget(BOX), sums.forget):
@@ -292,8 +295,8 @@ def test_sums_are_right_after_a_restart_a_sweep_and_a_removed_box(tmp_path, monk
 
 
 def test_a_member_that_asks_the_relay_at_full_speed_waits(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(_pace, "REQUEST_BURST", 5)
-    monkeypatch.setattr(_pace, "REQUESTS_PER_SECOND", 20)
+    monkeypatch.setattr(pace, "REQUEST_BURST", 5)
+    monkeypatch.setattr(pace, "REQUESTS_PER_SECOND", 20)
     identity = relays.relay_identity(tmp_path)
     with Relay(three[1], identity):
         mailbox = RelayMailbox(identity.member, three[0][0])

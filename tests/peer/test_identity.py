@@ -555,20 +555,6 @@ def test_help_imports_no_large_package():
     assert "peer " in done.stdout
 
 
-@pytest.mark.parametrize("words", [["identity", "--name", "a"], ["renew"]])
-def test_commands_for_keys_start_without_pytorch(words, identity, tmp_path):
-    place = ["--out", str(tmp_path / "keys")] if words[0] == "identity" else []
-    place = place or ["--identity", str(identity.folder)]
-    program = (
-        "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally:\n    "
-        "print('LOADED', 'torch' in sys.modules)"
-    )
-    command = [sys.executable, "-c", program, "peer", *words, *place]
-    done = subprocess.run(command, env=ENVIRONMENT, text=True, capture_output=True, timeout=60)
-    assert done.stdout.splitlines()[-1] == "LOADED False", done.stderr
-    assert done.returncode == 0
-
-
 def test_member_files_are_plain_toml(identity):
     content = Path(identity.folder / "hospital-a.member.toml").read_text()
     assert content.startswith('name = "hospital-a"\nendpoint = "127.0.0.1:7447"\n')

@@ -10,7 +10,7 @@ from tests.peer.test_node import assert_same, model_of, run_all, simulation_of, 
 from fedcb2o import Dataset, pretrained
 from fedcb2o.data import tokenise
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.peer.membership import federation
+from fedcb2o.peer.membership import make_federation
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra `llm`"),
@@ -53,7 +53,7 @@ EXPERIMENT = {
 def test_peers_with_a_language_model_reproduce_the_simulation(tmp_path):
     identities = members.identities(tmp_path, 4)
     settings = load(EXPERIMENT)
-    fed = federation.make_federation(
+    fed = make_federation(
         settings,
         [identity.member for identity in identities],
         dataset=talk(),
@@ -71,8 +71,8 @@ def test_federations_differ_if_the_frozen_weights_differ(tmp_path, monkeypatch):
     """The federation contains the checksum of the base model."""
     organisations = [identity.member for identity in members.identities(tmp_path, 4)]
     experiment = load(EXPERIMENT)
-    plain = federation.make_federation(experiment, organisations, dataset=talk())
+    plain = make_federation(experiment, organisations, dataset=talk())
     monkeypatch.setattr(pretrained, "base_checksum", lambda base: "ab" * 32)
-    other = federation.make_federation(experiment, organisations, dataset=talk())
+    other = make_federation(experiment, organisations, dataset=talk())
     assert other.experiment.model.parameters["checksum"] == "ab" * 32
     assert plain.differing_keys(other.value_hashes()) == ["experiment.model.checksum"]

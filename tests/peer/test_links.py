@@ -18,7 +18,10 @@ from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import Clock, wait_for
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import Https, _dialer, _listener, _pace, _tls
+from fedcb2o.peer.wire import dialer, listener
+from fedcb2o.peer.wire import pace as pace_module
+from fedcb2o.peer.wire import tls as tls_module
+from fedcb2o.peer.wire.transport import Https
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +45,8 @@ def test_silent_connections_displace_each_other_and_no_member(
     organisations, exit_stack, monkeypatch
 ):
     """A bounded number of 240 connections that send no data stays open."""
-    monkeypatch.setattr(_listener, "_MAX_PENDING", 100)
-    monkeypatch.setattr(_listener, "HANDSHAKE_SECONDS", 3600.0)  # they do not end by themselves
+    monkeypatch.setattr(listener, "_MAX_PENDING", 100)
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 3600.0)  # they do not end by themselves
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(answering())
@@ -118,14 +121,14 @@ def test_the_links_of_a_member_are_limited(organisations, exit_stack):
     server.serve(answering())
     links = [
         exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
-        for _ in range(_listener.MAX_CONNECTIONS + 4)
+        for _ in range(listener.MAX_CONNECTIONS + 4)
     ]
     codes = [raw.exchange(link, raw.get(raw.STATE))[0] for link in links]
     assert set(codes) == {200}
     members = federation.members.values()
-    wait_for(lambda: server._listener.connections(members)["org-2"] <= _listener.MAX_CONNECTIONS)
+    wait_for(lambda: server._listener.connections(members)["org-2"] <= listener.MAX_CONNECTIONS)
     codes = [raw.exchange(link, raw.get(raw.STATE))[0] for link in links]
-    assert codes == [0] * 4 + [200] * _listener.MAX_CONNECTIONS  # the newest remain
+    assert codes == [0] * 4 + [200] * listener.MAX_CONNECTIONS  # the newest remain
     assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
 
 
@@ -229,7 +232,7 @@ def test_slow_headers_end_with_the_time_for_the_first_request(
 ):
     """TLS and the first request have one time limit, which no further byte prolongs."""
     clock = Clock()
-    monkeypatch.setattr(_listener, "time", clock)
+    monkeypatch.setattr(listener, "time", clock)
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     if is_member:
@@ -237,7 +240,7 @@ def test_slow_headers_end_with_the_time_for_the_first_request(
     else:
         link = exit_stack.enter_context(socket.create_connection(address_of(orgs[0])))
     (connection,) = wait_for(lambda: [*server._listener._pending.values()])
-    assert connection.end == _listener.HANDSHAKE_SECONDS
+    assert connection.end == listener.HANDSHAKE_SECONDS
     slow = raw.get("/v1/x", A="slow") if is_member else client_hello(orgs[2], federation)
     for k in range(8):
         clock.now = k / 8 * connection.end
@@ -251,7 +254,7 @@ def test_slow_headers_end_with_the_time_for_the_first_request(
 def client_hello(identity: Identity, federation: Federation) -> bytes:
     """Return the first bytes of a connection of a member."""
     incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
-    context = _tls.client_context(identity, federation.members[0])
+    context = tls_module.client_context(identity, federation.members[0])
     tls = context.wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
     with contextlib.suppress(ssl.SSLWantReadError):
         tls.do_handshake()
@@ -259,7 +262,7 @@ def client_hello(identity: Identity, federation: Federation) -> bytes:
 
 
 def test_a_silent_member_is_disconnected_between_requests(organisations, exit_stack, monkeypatch):
-    monkeypatch.setattr(_listener, "IDLE_SECONDS", 0.5)
+    monkeypatch.setattr(listener, "IDLE_SECONDS", 0.5)
     orgs, federation = organisations
     exit_stack.enter_context(Https(federation, orgs[0]))
     link = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
@@ -295,19 +298,19 @@ def test_a_node_of_the_former_release_is_named_once(organisations, exit_stack, c
             _, _, body = raw.exchange(link, bytes.fromhex("1d004109f1") + bytes(28))
             assert b"0.3 speaks HTTPS, and all members must update" in body
     lines = [record.message for record in caplog.records]
-    assert lines == [f"org-2 runs {_listener.FORMER_RELEASE}"]
+    assert lines == [f"org-2 runs {listener.FORMER_RELEASE}"]
 
 
 def test_the_listener_does_not_wait_until_a_refusal_is_read(organisations, exit_stack, monkeypatch):
     """A refusal and a sign of life are sent by the listener's thread, which serves all members."""
     waits = []
-    write = _listener.TlsStream.write
+    write = listener.TlsStream.write
 
     def note(stream, data, seconds):
         waits.append(seconds)
         write(stream, data, seconds)
 
-    monkeypatch.setattr(_listener.TlsStream, "write", note)
+    monkeypatch.setattr(listener.TlsStream, "write", note)
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(lambda request, reply: None)
@@ -328,8 +331,8 @@ def test_pauses_between_dials_of_an_unreachable_member_grow(organisations, exit_
 def test_a_link_of_a_member_ends_the_pause_before_the_next_dial(
     organisations, exit_stack, monkeypatch
 ):
-    monkeypatch.setattr(_dialer, "_PAUSE_GROWTH", 1e6)
-    monkeypatch.setattr(_dialer, "_LONGEST_PAUSE", 3600.0)
+    monkeypatch.setattr(dialer, "_PAUSE_GROWTH", 1e6)
+    monkeypatch.setattr(dialer, "_LONGEST_PAUSE", 3600.0)
     orgs, federation = organisations
     client = exit_stack.enter_context(Https(federation, orgs[0]))
     wait_for(lambda: client._dialers[2].attempts)
@@ -340,8 +343,8 @@ def test_a_link_of_a_member_ends_the_pause_before_the_next_dial(
 
 def test_requests_beyond_the_pace_wait(monkeypatch):
     clock = Clock()
-    monkeypatch.setattr(_pace, "time", clock)
-    pace = _pace.Pace(burst=5, per_second=400)
+    monkeypatch.setattr(pace_module, "time", clock)
+    pace = pace_module.Pace(burst=5, per_second=400)
     delays = [pace.delay() for _ in range(45)]
     assert delays[:5] == [0] * 5
     assert delays[5] == pytest.approx(1 / 400)
@@ -349,8 +352,8 @@ def test_requests_beyond_the_pace_wait(monkeypatch):
 
 
 def test_a_member_beyond_its_pace_delays_itself_only(organisations, exit_stack, monkeypatch):
-    monkeypatch.setattr(_pace, "REQUEST_BURST", 5)
-    monkeypatch.setattr(_pace, "REQUESTS_PER_SECOND", 20)
+    monkeypatch.setattr(pace_module, "REQUEST_BURST", 5)
+    monkeypatch.setattr(pace_module, "REQUESTS_PER_SECOND", 20)
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(answering())
@@ -377,7 +380,7 @@ def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         with pytest.raises(ConnectionResetError):
-            _listener.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            listener.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     (descriptor,) = set(descriptors)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -24,18 +24,14 @@ from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Identity
-from fedcb2o.peer.wire import (
-    ZERO_DIGEST,
-    Https,
-    Ledger,
-    Manifest,
-    Relay,
-    Server,
-    Snapshot,
-    open_transport,
-)
-from fedcb2o.peer.wire._probe import probe_member
-from fedcb2o.peer.wire._tls import close_wrapped
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.probe import probe_member
+from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.relayed import open_transport
+from fedcb2o.peer.wire.server import Server, Snapshot
+from fedcb2o.peer.wire.tls import close_wrapped
+from fedcb2o.peer.wire.transport import Https
 
 ROOT = Path(__file__).parents[2]
 # Python does not close an SSL socket that is reset before its handshake, here in a proxy.

@@ -24,8 +24,10 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent, _engine, _peer_monitor
 from fedcb2o.peer.report import PeerRecords
-from fedcb2o.peer.wire import FAILED, Ledger, PeerClient, RawCodec, Server, SigningJournal
-from fedcb2o.peer.wire._client import _ModelDownload
+from fedcb2o.peer.wire.client import FAILED, PeerClient, _ModelDownload
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal
+from fedcb2o.peer.wire.server import Server
 
 CHANGES = {"rounds": 5, "agents": {"num_clusters": 2, "benign": 2, "malicious": 1, "budget": 3}}
 JUDGED = {"name": "fedcb2o", "beta": 0.6, "own_model": "judged", "mixing_factor": 1.0}

@@ -27,6 +27,7 @@ from fedcb2o.cli.log_output import (
     stderr_logging,
 )
 from fedcb2o.errors import ConfigError, RemovedError, RunError
+from fedcb2o.peer._backup import back_up, restore
 from fedcb2o.peer.membership import (
     Identity,
     amend_federation,
@@ -35,11 +36,11 @@ from fedcb2o.peer.membership import (
     write_federation,
 )
 from fedcb2o.peer.node import NullObserver, _preflight
-from fedcb2o.peer.node._backup import back_up, restore
 from fedcb2o.peer.node._metrics import NodeMetrics
 from fedcb2o.peer.report._round_log import RoundLog
-from fedcb2o.peer.wire import Answer, AnswerStatus, Https, SigningJournal
-from fedcb2o.peer.wire._protocol import MINOR_VERSION
+from fedcb2o.peer.wire.equivocation import SigningJournal
+from fedcb2o.peer.wire.protocol import MINOR_VERSION, Answer, AnswerStatus
+from fedcb2o.peer.wire.transport import Https
 
 RECORD = {
     "round": 3, "accuracy": 0.75, "train_loss": 0.5, "own_weight": 0.25, "alive": [1], "asked": [1, 2],

@@ -25,7 +25,7 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.kernels import _autotune
-from fedcb2o.peer.membership import federation
+from fedcb2o.peer.membership import federation, make_federation
 from fedcb2o.peer.node import Node, _agent, open_run
 from fedcb2o.peer.report import write_node_report
 from fedcb2o.peer.report._live_table import _format_scores
@@ -67,7 +67,7 @@ def line(j: int, **more: object) -> fedcb2o.Dataset:
 
 def regression_federation(orgs):
     experiment = {key: value for key, value in LINES.items() if value is not None}
-    return federation.make_federation(
+    return make_federation(
         experiment, [org.member for org in orgs], dataset=line(0), most_samples=100
     )
 
@@ -80,9 +80,7 @@ def test_without_hold_out_training_and_validation_use_all_samples(tmp_path):
     plain = fedcb2o.datasets(
         {"mine": {"train": train, "test": test}}, numbers=True
     )  # without validation samples
-    fed = federation.make_federation(
-        settings, [org.member for org in orgs], dataset=plain, most_samples=100
-    )
+    fed = make_federation(settings, [org.member for org in orgs], dataset=plain, most_samples=100)
     agent_data = _agent.agent_from_dataset(fed, 1, plain).data
     assert (
         sorted(agent_data.train[0].tolist())
@@ -96,9 +94,7 @@ def test_a_peer_validates_on_whole_groups(tmp_path):
     orgs, shard = members.identities(tmp_path, 3), line(0).pool
     visits = np.arange(len(shard)) // 3
     data = fedcb2o.dataset(shard.x, shard.y, group=visits, numbers=True)
-    fed = federation.make_federation(
-        settings, [org.member for org in orgs], dataset=data, most_samples=100
-    )
+    fed = make_federation(settings, [org.member for org in orgs], dataset=data, most_samples=100)
     agent = _agent.agent_from_dataset(fed, 1, data).data
     groups = [set(data.groups.pool[part[0]].tolist()) for part in (agent.train, agent.validation)]
     assert groups[0] | groups[1] == set(data.groups.pool.tolist())
@@ -110,7 +106,7 @@ def test_a_peer_with_slow_bfloat16_trains_in_float32_and_logs_it(tmp_path, monke
     monkeypatch.setattr(_autotune, "_bfloat16_speedup", lambda _: 0.02)
     settings = load({**EXPERIMENT, "training": {**EXPERIMENT["training"], "precision": "bfloat16"}})
     orgs = members.identities(tmp_path, 4)
-    fed = federation.make_federation(settings, [org.member for org in orgs], dataset=with_global())
+    fed = make_federation(settings, [org.member for org in orgs], dataset=with_global())
     node = Node(
         fed, orgs[0], out=tmp_path / "out", simulate=settings, connect=joining(Wire(), 0), **QUIET
     )
@@ -128,7 +124,7 @@ def test_peers_with_owner_data_reproduce_the_simulation(tmp_path):
     """
     orgs, settings = members.identities(tmp_path, 4), load({**EXPERIMENT, "together": 1})
     terms = {"synchronous": True, "deadline_seconds": 60.0}
-    fed = federation.make_federation(
+    fed = make_federation(
         settings, [identity.member for identity in orgs], dataset=with_global(), **terms
     )
     assert fed.most_samples == 22
@@ -224,7 +220,7 @@ def test_samples_of_another_type_or_scale_are_refused(tmp_path, agreed_x, x, mes
     y = np.arange(16) % 2
     orgs = members.identities(tmp_path, 3)
     settings = {key: value for key, value in LINES.items() if value is not None}
-    fed = federation.make_federation(
+    fed = make_federation(
         {**settings, "training": {"gamma": 0.05}},
         [org.member for org in orgs],
         dataset=fedcb2o.dataset(agreed_x, y),
@@ -247,7 +243,7 @@ def test_samples_of_another_type_or_scale_are_refused(tmp_path, agreed_x, x, mes
 
 
 def test_a_federation_has_either_class_names_or_a_target(tmp_path):
-    fed = federation.make_federation(
+    fed = make_federation(
         {key: value for key, value in LINES.items() if value is not None},
         [org.member for org in members.identities(tmp_path, 3)],
         dataset=line(0),
@@ -277,7 +273,7 @@ def test_class_names_are_compared_after_unicode_normalisation(tmp_path):
     def data(second: str) -> fedcb2o.Dataset:
         return fedcb2o.dataset(x, np.arange(40) % 2, class_names=["gutartig", second])
 
-    fed = federation.make_federation(
+    fed = make_federation(
         experiment,
         [identity.member for identity in members.identities(tmp_path, 2)],
         dataset=data(composed),

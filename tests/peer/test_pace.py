@@ -15,7 +15,11 @@ import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.peer.node import Node, PeerMonitor
 from fedcb2o.peer.node._assessment import BASELINE_FILE
-from fedcb2o.peer.wire import ZERO_DIGEST, Ledger, Manifest, PeerClient, RawCodec, Server
+from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.server import Server
 
 
 class Announcements:

@@ -24,7 +24,8 @@ from fedcb2o.cli import app
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
 from fedcb2o.peer.node import _preflight as checking
-from fedcb2o.peer.wire import Answer, AnswerStatus, Https, Reply, decode_request, encode_hello
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, decode_request, encode_hello
+from fedcb2o.peer.wire.transport import Https, Reply
 
 
 @pytest.fixture(scope="module")

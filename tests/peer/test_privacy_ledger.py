@@ -13,7 +13,7 @@ from tests.peer.wire import Wire
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
-from fedcb2o.peer.membership import federation
+from fedcb2o.peer.membership import make_federation
 from fedcb2o.peer.node import Node, NullObserver
 from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
 from fedcb2o.peer.report import PeerRecords
@@ -27,7 +27,7 @@ def isolated_node(folder, out: str, privacy, **options):
     experiment["training"] = {**experiment["training"], "privacy": privacy}
     experiment = {**experiment, "rounds": 3, "algorithm": {"name": "fedassay"}}
     orgs = federation_of(folder)
-    fed = federation.make_federation(
+    fed = make_federation(
         experiment, [org.member for org in orgs], dataset=line(0), most_samples=100
     )
     connect = joining(Wire(), 0)
@@ -105,7 +105,7 @@ def test_a_restored_node_counts_the_rounds_since_its_backup(tmp_path):
     experiment = {key: value for key, value in LINES.items() if value is not None}
     experiment["training"] = {**experiment["training"], "privacy": {"noise": 2.0}}
     experiment = {**experiment, "rounds": 400, "algorithm": {"name": "fedassay"}}
-    fed = federation.make_federation(
+    fed = make_federation(
         experiment,
         [org.member for org in orgs],
         dataset=line(0),

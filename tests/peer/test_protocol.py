@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import (
+from fedcb2o.peer.wire import dialer, http_requests, listener, pace, protocol, server
+from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,
     ZERO_DIGEST,
     Answer,
@@ -26,12 +27,6 @@ from fedcb2o.peer.wire import (
     Manifest,
     Request,
     RequestKind,
-    _dialer,
-    _http,
-    _listener,
-    _pace,
-    _protocol,
-    _server,
     decode_answer,
     decode_hello,
     decode_manifest,
@@ -200,9 +195,9 @@ def test_a_manifest_of_another_agent_is_refused(orgs, federation, manifest):
 
 def test_a_signature_is_valid_for_one_context_only(orgs, federation, manifest):
     body = manifest.body
-    for prefix in (_protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT, b""):
+    for prefix in (protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT, b""):
         assert refusal_reason(body + orgs[1].sign(prefix + body), federation) == "signature"
-    contexts = [_protocol.MANIFEST_CONTEXT, _protocol.REQUEST_CONTEXT, _protocol.HELLO_CONTEXT]
+    contexts = [protocol.MANIFEST_CONTEXT, protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT]
     assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
 
 
@@ -270,10 +265,10 @@ def test_a_request_is_decoded_and_every_change_breaks_its_signature(fields, text
     assert data.startswith(
         f"GET /v1/{text}run={federation.run.hex()}&from=0&to=1&nonce={NONCE.hex()}\n".encode()
     )
-    assert len(data) <= _protocol.MAX_REQUEST_BYTES
+    assert len(data) <= protocol.MAX_REQUEST_BYTES
     read, body, signature = decode_request(data)
     assert read == request
-    assert orgs[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
+    assert orgs[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
     for place in range(0, len(data), 3):
         changed = bytearray(data)
         changed[place] ^= 1
@@ -281,7 +276,7 @@ def test_a_request_is_decoded_and_every_change_breaks_its_signature(fields, text
             _, body, signature = decode_request(changed)
         except MalformedError:
             continue
-        assert not orgs[0].member.verify(_protocol.REQUEST_CONTEXT + body, signature)
+        assert not orgs[0].member.verify(protocol.REQUEST_CONTEXT + body, signature)
 
 
 @pytest.mark.parametrize(
@@ -349,9 +344,9 @@ def test_an_offer_has_a_manifest_and_at_most_64_digests():
     assert decode_offer(encode_offer(b"signed", digests)) == (b"signed", digests)
     assert decode_offer(memoryview(encode_offer(b"signed"))) == (b"signed", [])
     longest = encode_offer(
-        bytes(_protocol.MAX_MANIFEST_BYTES), [(2**32 - 1, 2**32 - 1, bytes(32))] * 64
+        bytes(protocol.MAX_MANIFEST_BYTES), [(2**32 - 1, 2**32 - 1, bytes(32))] * 64
     )
-    assert len(decode_offer(longest)[0]) == _protocol.MAX_MANIFEST_BYTES
+    assert len(decode_offer(longest)[0]) == protocol.MAX_MANIFEST_BYTES
 
     def offer(**changes: object) -> bytes:
         return json.dumps({"manifest": "YQ==", "seen": [], **changes}).encode()
@@ -359,7 +354,7 @@ def test_an_offer_has_a_manifest_and_at_most_64_digests():
     for bad in (
         encode_offer(b"signed", [*digests, digests[0]]),
         encode_offer(b"signed", digests)[:-1],
-        bytes(_protocol.MAX_OFFER_BYTES + 1),
+        bytes(protocol.MAX_OFFER_BYTES + 1),
         b"[" * 10**5,
         b"[]",
         b"",
@@ -396,7 +391,7 @@ def test_a_hello_answer_is_valid_for_one_nonce_and_member(orgs):
     for text in (b"[" * 10**5, b"7", b"\xff", b"{", b"1" * 10**4):
         with pytest.raises(MalformedError, match="malformed"):
             decode_hello(
-                text + orgs[1].sign(_protocol.HELLO_CONTEXT + NONCE + text), NONCE, orgs[1].member
+                text + orgs[1].sign(protocol.HELLO_CONTEXT + NONCE + text), NONCE, orgs[1].member
             )
 
 
@@ -567,7 +562,7 @@ def test_documented_refusals_match_the_code(keys, documented_federation):
         changed[start : start + len(piece)] = piece
         if case["signed_by"] is not None:
             key = keys[case["signed_by"]]
-            changed[-64:] = key.sign(_protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
+            changed[-64:] = key.sign(protocol.MANIFEST_CONTEXT + bytes(changed[:-64]))
         assert refusal_reason(bytes(changed), **settings) == case["reason"], case
     reasons = [row[0] for row in table("## How a manifest is checked", "reason")]
     assert list(dict.fromkeys(case["reason"] for case in MESSAGES["refused"])) == [
@@ -587,19 +582,19 @@ def test_documented_limits_match_the_code():
     }
     limits = {row[0]: power(row[1].split()[0]) for row in table("## Limits", "what")}
     assert limits == {
-        "connections without a request of a member": _listener._MAX_PENDING,
-        "seconds for TLS and the first request": _listener.HANDSHAKE_SECONDS,
-        "connections of a member": _listener.MAX_CONNECTIONS,
-        "bytes of a header": _http.MAX_HEADER_BYTES,
-        "requests of a member at once": _pace.REQUEST_BURST,
-        "requests of a member per second, later": _pace.REQUESTS_PER_SECOND,
-        "bytes of an answer": _dialer.MAX_ANSWER_BYTES,
-        "chunks of a model": _protocol.MAX_CHUNKS,
-        "digests next to a manifest": _protocol.MAX_DIGESTS,
-        "nonces of a member that are remembered": _server.MAX_NONCES,
+        "connections without a request of a member": listener._MAX_PENDING,
+        "seconds for TLS and the first request": listener.HANDSHAKE_SECONDS,
+        "connections of a member": listener.MAX_CONNECTIONS,
+        "bytes of a header": http_requests.MAX_HEADER_BYTES,
+        "requests of a member at once": pace.REQUEST_BURST,
+        "requests of a member per second, later": pace.REQUESTS_PER_SECOND,
+        "bytes of an answer": dialer.MAX_ANSWER_BYTES,
+        "chunks of a model": protocol.MAX_CHUNKS,
+        "digests next to a manifest": protocol.MAX_DIGESTS,
+        "nonces of a member that are remembered": server.MAX_NONCES,
     }
-    for max_bytes in (_protocol.MAX_OFFER_BYTES, _protocol.MAX_HELLO_BYTES, CHUNK_BYTES):
-        assert 4 + max_bytes <= _dialer.MAX_ANSWER_BYTES
+    for max_bytes in (protocol.MAX_OFFER_BYTES, protocol.MAX_HELLO_BYTES, CHUNK_BYTES):
+        assert 4 + max_bytes <= dialer.MAX_ANSWER_BYTES
 
 
 def test_the_page_is_short_and_without_tables_of_bytes():

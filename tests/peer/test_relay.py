@@ -22,9 +22,13 @@ from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import Federation, Identity, write_federation
-from fedcb2o.peer.wire import Answer, Relay, _relay, _relayed, open_transport
-from fedcb2o.peer.wire._relay_metrics import RelayMetrics
-from fedcb2o.peer.wire._tls import client_context
+from fedcb2o.peer.wire import relay as relay_module
+from fedcb2o.peer.wire import relayed
+from fedcb2o.peer.wire.protocol import Answer
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.relay_metrics import RelayMetrics
+from fedcb2o.peer.wire.relayed import open_transport
+from fedcb2o.peer.wire.tls import client_context
 
 
 def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, caplog) -> None:
@@ -60,7 +64,7 @@ def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, 
             "healthy": True, "name": "relay", "connected": ["org-0", "org-1"],
         }  # fmt: skip
         with (
-            mock.patch.object(_relay, "_MAX_STORED_BYTES", 8),
+            mock.patch.object(relay_module, "_MAX_STORED_BYTES", 8),
             pytest.raises((BlockingIOError, TimeoutError)),
         ):
             sender.put(box, b"message", 2.0)  # repeated until the timeout
@@ -161,7 +165,7 @@ def test_a_member_of_another_federation_is_refused_by_the_relay(
 def test_a_closed_connection_to_the_relay_has_a_plain_message(error) -> None:
     error.reason = "UNEXPECTED_EOF_WHILE_READING"  # as Python sets it
     text = "the relay closes the connections of this member, and is tried again"
-    assert _relayed._describe(error) == text
+    assert relayed._describe(error) == text
 
 
 @pytest.mark.parametrize("kind", ["relay", "folder"])
@@ -187,7 +191,7 @@ def test_a_request_ends_when_the_asked_session_ends(
         thread.start()
         assert request_arrived.wait(120)
         if is_killed:
-            monkeypatch.setattr(_relayed, "LEASE_SECONDS", 1.0)
+            monkeypatch.setattr(relayed, "LEASE_SECONDS", 1.0)
             monkeypatch.setattr(second.mailbox, "publish_card", lambda name, card: None)
         else:
             second.close()

@@ -10,7 +10,7 @@ from tests.peer.relays import RelayMailbox, behind_nat, next_version
 
 from fedcb2o.peer.membership import Federation, Identity, write_federation
 from fedcb2o.peer.node import CheckResult, check_members
-from fedcb2o.peer.wire import Relay
+from fedcb2o.peer.wire.relay import Relay
 
 
 def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three, tmp_path) -> None:

@@ -18,15 +18,13 @@ from fedcb2o.peer.membership import (
     write_federation,
 )
 from fedcb2o.peer.node import _preflight
-from fedcb2o.peer.wire import (
-    Ledger,
-    PeerClient,
-    RawCodec,
-    Relay,
-    Server,
-    _relay,
-    _relayed,
-)
+from fedcb2o.peer.wire import relay as relay_module
+from fedcb2o.peer.wire import relayed as relayed_module
+from fedcb2o.peer.wire.client import PeerClient
+from fedcb2o.peer.wire.compression import RawCodec
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.relay import Relay
+from fedcb2o.peer.wire.server import Server
 
 
 def test_the_relay_logs_connections_of_former_members(
@@ -46,7 +44,7 @@ def test_the_relay_logs_connections_of_former_members(
     with Relay(second, keys):
         connect()
         connect()  # too soon for a second line
-        monkeypatch.setattr(_relay, "_FORMER_QUIET_SECONDS", 0.2)
+        monkeypatch.setattr(relay_module, "_FORMER_QUIET_SECONDS", 0.2)
         time.sleep(0.3)
         connect()
     line = "relay: org-0 connects and is no member any more: it is shown the signed versions"
@@ -87,7 +85,7 @@ def test_the_relay_sends_a_removed_member_the_signed_versions(
 def test_a_lying_relay_cannot_remove_a_member(
     lie, federation_of_three, tmp_path, monkeypatch
 ) -> None:
-    monkeypatch.setattr(_relayed, "_FORMER_SECONDS", 0.1)
+    monkeypatch.setattr(relayed_module, "_FORMER_SECONDS", 0.1)
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
     write_federation(first, path)

@@ -27,7 +27,7 @@ import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.peer.membership import Identity, read_federation
 from fedcb2o.peer.node import check_members
-from fedcb2o.peer.wire import open_transport
+from fedcb2o.peer.wire.relayed import open_transport
 
 
 def simulated_models(folder: Path, settings: dict) -> torch.Tensor:

@@ -7,8 +7,9 @@ from tests.peer import members
 from tests.peer.relays import CARD_BYTES, SealedKind, Session, behind_nat
 
 from fedcb2o.peer.membership import Federation, Identity
-from fedcb2o.peer.wire import MalformedError, _sealing
-from fedcb2o.peer.wire._sealing import Replays
+from fedcb2o.peer.wire import sealing
+from fedcb2o.peer.wire.protocol import MalformedError
+from fedcb2o.peer.wire.sealing import Replays
 
 
 @pytest.fixture
@@ -41,7 +42,7 @@ def test_a_sealed_message_is_opened_once_and_by_its_receiver_only(sessions: list
 def test_cards_without_a_valid_seal_displace_no_session(
     federation_of_three, sessions, monkeypatch
 ) -> None:
-    monkeypatch.setattr(_sealing, "_MAX_SESSIONS", 2)
+    monkeypatch.setattr(sealing, "_MAX_SESSIONS", 2)
     first, second, _ = sessions
     message = seal_request(first, second)
     second.open(message)

@@ -14,7 +14,7 @@ from tests.peer.wire import Wire, Wired
 
 import fedcb2o
 from fedcb2o.peer.node import Node
-from fedcb2o.peer.wire import MalformedError, decode_offer
+from fedcb2o.peer.wire.protocol import MalformedError, decode_offer
 
 ROOT = Path(__file__).parents[2]
 ROW = re.compile(r"^\| ([a-z]+-\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)

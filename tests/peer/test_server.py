@@ -18,21 +18,19 @@ from fedcb2o.peer.membership import (
     sign_federation,
     write_federation,
 )
-from fedcb2o.peer.wire import (
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
-    Ledger,
     Manifest,
     Request,
     RequestKind,
-    Server,
-    Snapshot,
     decode_hello,
     decode_manifest,
     decode_offer,
 )
-from fedcb2o.peer.wire._server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING
+from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING, Server, Snapshot
 
 ME = 0
 

@@ -24,9 +24,10 @@ from tests.tiny import ENVIRONMENT
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership import Federation, Identity
 from fedcb2o.peer.membership import federation as federations
-from fedcb2o.peer.wire import Answer, AnswerStatus, Https, Reply, RequestHandler, Transport
-from fedcb2o.peer.wire._dialer import MAX_ANSWER_BYTES
-from fedcb2o.peer.wire._listener import MAX_CONNECTIONS
+from fedcb2o.peer.wire.dialer import MAX_ANSWER_BYTES
+from fedcb2o.peer.wire.listener import MAX_CONNECTIONS
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
+from fedcb2o.peer.wire.transport import Https, Reply, RequestHandler, Transport
 
 
 @pytest.fixture(scope="module")

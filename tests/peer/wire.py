@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from queue import Empty, Queue
 
-from fedcb2o.peer.wire import Answer, RequestHandler
+from fedcb2o.peer.wire.protocol import Answer
+from fedcb2o.peer.wire.transport import RequestHandler
 
 
 class Wire:

@@ -51,10 +51,10 @@ def relay(
     """
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.wire._relay import Relay
-    from fedcb2o.peer.wire._relay_metrics import RelayMetrics
+    from fedcb2o.peer.wire.relay import Relay
+    from fedcb2o.peer.wire.relay_metrics import RelayMetrics
 
-    federation = read_federation(file)
+    federation = read_federation(file, check_experiment=False)
     keys = Identity.read(identity)
     try:
         with contextlib.ExitStack() as stack:
@@ -85,7 +85,7 @@ def backup(
     out: Annotated[Path, Option(metavar="FILE.tar.gz", help="File to write.")],
 ) -> Path:
     """Write keys and run of a node to one file; the node may run."""
-    from fedcb2o.peer.node._backup import back_up
+    from fedcb2o.peer._backup import back_up
 
     back_up(identity, run, out)
     print(f"{out} holds the private keys: keep it as secret as {identity}.")
@@ -98,7 +98,7 @@ def restore(
     run: _RunOption,
 ) -> Path:
     """Restore keys and run from a backup; the node of the backup must not run any more."""
-    from fedcb2o.peer.node import _backup
+    from fedcb2o.peer import _backup
 
     version = _backup.restore(file, identity, run)
     print(f"{identity} has the keys, and {run} the run, both as they were in the backup.")

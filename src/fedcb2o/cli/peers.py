@@ -182,7 +182,8 @@ def federation(
     """
     from fedcb2o.cli.runs import parse_settings
     from fedcb2o.experiments.config.datasets import load_dataset, load_for_data
-    from fedcb2o.peer.membership.federation import make_federation, write_federation
+    from fedcb2o.peer.membership._agreement import make_federation
+    from fedcb2o.peer.membership.federation import write_federation
     from fedcb2o.peer.membership.identity import Member
 
     if out.exists():
@@ -234,7 +235,7 @@ def amend(
     if out.exists():
         raise ConfigError(f"{out} exists: choose another --out")
     made = amend_federation(
-        read_federation(file, allow_unsigned=True),
+        read_federation(file, allow_unsigned=True, check_experiment=False),
         remove=remove or [],
         replace=[Member.read(path) for path in replace or []],
         add=[Member.read(path) for path in add or []],
@@ -268,7 +269,8 @@ def sign(
     if identity is None:
         if merge:
             raise ConfigError("--merge changes the file: give --identity too")
-        _print_federation(read_federation(file, allow_unsigned=True), file)
+        federation = read_federation(file, allow_unsigned=True, check_experiment=False)
+        _print_federation(federation, file)
     else:
         signed = sign_federation(file, Identity.read(identity), merge=merge or [])
         _print_federation(signed, file)
@@ -313,9 +315,12 @@ def proof(
 ) -> None:
     """Verify a proof that a member signed two models for one round."""
     from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.wire._equivocation import verify_proof
+    from fedcb2o.peer.wire.equivocation import verify_proof
 
-    print(verify_proof(file, None if federation is None else read_federation(federation)))
+    known = None
+    if federation is not None:
+        known = read_federation(federation, check_experiment=False)
+    print(verify_proof(file, known))
 
 
 def report(

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from fedcb2o.peer import _optional
 
 if TYPE_CHECKING:
+    from fedcb2o.peer.membership._agreement import make_federation
     from fedcb2o.peer.membership.federation import (
         Federation,
         amend_federation,
-        make_federation,
         read_federation,
         sign_federation,
         write_federation,

@@ -5,6 +5,9 @@ logs are appended as a whole, other files are replaced as a whole, and a failed 
 content. `docs/runs.md` describes every file and every name in it.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
 from fedcb2o.printable import one_line
 from fedcb2o.records._checksums import (
     BEST_FILE,
@@ -31,7 +34,9 @@ from fedcb2o.records._files import (
     atomic_write,
     check_parts,
     damaged_error,
+    exclusive_lock,
     fsync,
+    make_folder,
     make_private,
     open_private,
     read_json,
@@ -44,7 +49,6 @@ from fedcb2o.records._files import (
 )
 from fedcb2o.records._former_settings import current_settings, original_changes
 from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
-from fedcb2o.records._summary import agent_statistics, last_fifth, last_round, left_out, summary
 from fedcb2o.records.metrics import (
     MATRIX_METRICS,
     METRICS,
@@ -55,12 +59,40 @@ from fedcb2o.records.metrics import (
     chosen_metrics,
 )
 from fedcb2o.records.names import slug
-from fedcb2o.records.run import (
-    RESERVED_COLUMNS,
-    Run,
-    find_seeds,
-    read_config,
-    refuse_models,
-    set_model_reader,
-)
 from fedcb2o.records.toml import parse_toml, read_toml
+
+if TYPE_CHECKING:
+    from fedcb2o.records._summary import (
+        agent_statistics,
+        last_fifth,
+        last_round,
+        left_out,
+        summary,
+    )
+    from fedcb2o.records.run import (
+        RESERVED_COLUMNS,
+        Run,
+        find_seeds,
+        read_config,
+        refuse_models,
+        set_model_reader,
+    )
+
+_READERS = {
+    "_summary": ("agent_statistics", "last_fifth", "last_round", "left_out", "summary"),
+    "run": (
+        "RESERVED_COLUMNS",
+        "Run",
+        "find_seeds",
+        "read_config",
+        "refuse_models",
+        "set_model_reader",
+    ),
+}
+
+
+def __getattr__(name: str) -> object:  # lazy: a relay reads no records, and pandas takes 40 MB
+    for module, names in _READERS.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,13 +1,14 @@
 r"""Files that are replaced as a whole, and their errors."""
 
 import errno
+import fcntl
 import json
 import math
 import os
 import stat
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -34,6 +35,35 @@ _HARD_LINK_REMEDY = (
 )
 FILE_SUFFIXES = (".json", ".jsonl", ".safetensors", ".toml")
 """Suffixes of the files of a run."""
+
+
+@contextmanager
+def exclusive_lock(
+    folder: Path, cure: str = "wait for it, or choose another --out"
+) -> Iterator[None]:
+    """Create a folder and lock it against other processes; `cure` ends the message."""
+    if folder.exists() and not folder.is_dir():
+        raise RunError(f"{folder} is not a folder: choose another --out")
+    make_folder(folder)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise RunError(f"another process is writing to {folder}: {cure}") from error
+        yield
+    finally:
+        os.close(descriptor)  # releases the lock
+
+
+def make_folder(folder: Path) -> None:
+    """Create a folder and its parents."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise RunError(
+            f"cannot create the folder {folder}: {error.strerror}; choose another --out"
+        ) from error
 
 
 def atomic_write(path: Path, content: bytes | Callable[[BinaryIO], object]) -> None:

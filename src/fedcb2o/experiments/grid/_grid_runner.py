@@ -36,7 +36,7 @@ from fedcb2o.experiments.runs._cluster_backend import pluralize
 from fedcb2o.experiments.runs._memory_plan import clip_workers
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._remote_job import format_error
-from fedcb2o.experiments.runs._run_directory import describe_difference, exclusive_lock
+from fedcb2o.experiments.runs._run_directory import describe_difference
 from fedcb2o.experiments.runs._runner import run_loaded
 from fedcb2o.kernels import devices
 from fedcb2o.parallel import _resources
@@ -124,7 +124,7 @@ def bench(
             devices.resolve_device(device)
 
     # Two grids in one folder would overwrite each other's choices.
-    with exclusive_lock(folder):
+    with records.exclusive_lock(folder):
         records.check_parts(folder, ())
         candidates = _tuning.read_choices(folder, plan)
         plan = _tuning.with_added_candidates(plan, candidates)

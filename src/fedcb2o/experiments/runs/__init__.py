@@ -1,7 +1,6 @@
 """Runs: the rounds of each seed, the run directory, recovery, and runs on a cluster."""
 
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
-from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.experiments.runs._runner import run
 
-__all__ = ["Progress", "RoundCallback", "exclusive_lock", "run"]
+__all__ = ["Progress", "RoundCallback", "run"]

@@ -28,7 +28,6 @@ from fedcb2o.experiments.config.datasets import (
     dataset_tensors,
 )
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.experiments.runs._seed_run import run_seeds_locally
 from fedcb2o.printable import PrintableFormatter, one_line
 from fedcb2o.safe_files import is_own_folder, open_regular
@@ -187,9 +186,12 @@ def _temporary_folder() -> Iterator[Path]:
         with contextlib.suppress(OSError, RunError):
             is_stale = time.time() - path.lstat().st_mtime > _STALE_AFTER
             if is_stale and is_own_folder(path):
-                with exclusive_lock(path):
+                with records.exclusive_lock(path):
                     shutil.rmtree(path)
-    with tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name, exclusive_lock(Path(name)):
+    with (
+        tempfile.TemporaryDirectory(prefix=FOLDER_PREFIX) as name,
+        records.exclusive_lock(Path(name)),
+    ):
         yield Path(name)
 
 

@@ -38,7 +38,7 @@ from fedcb2o.experiments.runs._remote_job import (
     read_bytes,
     write_files,
 )
-from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs._run_directory import open_run
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import _resources
 from fedcb2o.simulation.rounds import WorkerLostError
@@ -166,7 +166,7 @@ class _Batch(Generic[_JobId]):
             run = _Run(job_id, experiment, folder, lock)
             try:
                 if not self._is_locked:
-                    run.lock.enter_context(exclusive_lock(folder))
+                    run.lock.enter_context(records.exclusive_lock(folder))
                 open_run(folder, experiment, resume=True)
             except FedCB2OError as error:
                 self._end(run, (0.0, format_error(error)))

@@ -1,10 +1,7 @@
 """The folder of a run: one process writes to it, and only to continue the run that it holds."""
 
-import contextlib
-import fcntl
-import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,25 +10,6 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.records import DamagedError, Manifest
-
-
-@contextlib.contextmanager
-def exclusive_lock(
-    folder: Path, cure: str = "wait for it, or choose another --out"
-) -> Iterator[None]:
-    """Create a folder and lock it against other processes; `cure` ends the message."""
-    if folder.exists() and not folder.is_dir():
-        raise RunError(f"{folder} is not a folder: choose another --out")
-    make_folder(folder)
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise RunError(f"another process is writing to {folder}: {cure}") from error
-        yield
-    finally:
-        os.close(descriptor)  # releases the lock
 
 
 def open_run(
@@ -116,16 +94,6 @@ def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:
             f"{folder} holds another seed or another run, by its sums.json: "
             f"{records.rerun_advice(folder)}; or choose another --out"
         )
-
-
-def make_folder(folder: Path) -> None:
-    """Create a folder and its parents."""
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise RunError(
-            f"cannot create the folder {folder}: {error.strerror}; choose another --out"
-        ) from error
 
 
 def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str | None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from fedcb2o import tracking
+from fedcb2o import records, tracking
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments, short_calls
@@ -24,7 +24,7 @@ from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
 from fedcb2o.experiments.runs._python_words import python_words
 from fedcb2o.experiments.runs._recovery import has_ended
-from fedcb2o.experiments.runs._run_directory import exclusive_lock, open_run
+from fedcb2o.experiments.runs._run_directory import open_run
 from fedcb2o.experiments.runs._seed_run import (
     Backend,
     run_seed,
@@ -194,7 +194,7 @@ def run_loaded(
     with (
         backend.connect([prepared[seed] for seed in unfinished]),
         _connect_remote(address, experiment, dataset, len(unfinished), limit) as remote,
-        exclusive_lock(folder),
+        records.exclusive_lock(folder),
         Progress() if watch is None else contextlib.nullcontext(watch) as callback,
     ):
         open_run(folder, experiment, resume=resume, overwrite=overwrite)

@@ -29,7 +29,6 @@ from fedcb2o.experiments.runs._provenance import (
 )
 from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
 from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
-from fedcb2o.experiments.runs._run_directory import make_folder
 from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.privacy import spent_epsilon
@@ -155,7 +154,7 @@ def run_seed(
     fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
     # A run that does not fit must leave no folder behind.
     place = backend.place(prepared, folder)
-    make_folder(folder)
+    records.make_folder(folder)
     log = RoundLog(folder)
     device = devices.resolve_device(experiment.device)
     kernels = choose_kernels(folder, prepared)

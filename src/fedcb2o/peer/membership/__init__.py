@@ -4,10 +4,10 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from fedcb2o.peer.membership._agreement import make_federation
     from fedcb2o.peer.membership.federation import (
         Federation,
         amend_federation,
-        make_federation,
         read_federation,
         sign_federation,
         write_federation,
@@ -27,12 +27,16 @@ __all__ = [
     "write_federation",
 ]
 
-# The others need PyTorch, which `peer identity` and `peer renew` start without.
-_LIGHT = ("Identity", "Member")
+_MODULES = {
+    "Identity": "identity",
+    "Limits": "federation_schema",
+    "Member": "identity",
+    "make_federation": "_agreement",  # the only one that needs PyTorch
+}
 
 
 def __getattr__(name: str) -> object:
     if name in __all__:
-        module = "identity" if name in _LIGHT else "federation"
+        module = _MODULES.get(name, "federation")
         return getattr(importlib.import_module(f"fedcb2o.peer.membership.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -11,29 +11,18 @@ show which member did.
 import functools
 import hashlib
 import json
-import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Final, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import tomli_w
-import torch
 from pydantic import Field, ValidationError
 
 from fedcb2o import plugins, records
-from fedcb2o.data import Dataset, sample_values
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config import loading
-from fedcb2o.experiments.config.datasets import load_for_data
-from fedcb2o.experiments.config.datasets import max_samples as experiment_max_samples
-from fedcb2o.experiments.config.network import build_module, count_parameters, frozen_checksum
-from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.federated.sections import Section
-from fedcb2o.nn import parameters
 from fedcb2o.peer.membership import versions as chain
 from fedcb2o.peer.membership.federation_schema import (
-    AGREED_AGENT_KEYS,
-    KERNEL_KEYS,
     AgreedSettings,
     Limits,
     SampleSchema,
@@ -48,9 +37,11 @@ from fedcb2o.peer.membership.identity import (
 )
 from fedcb2o.peer.membership.versions import Version
 
-_PROTOCOL_VERSION: Final = 1
+if TYPE_CHECKING:
+    from fedcb2o.experiments.config.settings import Experiment
+
+PROTOCOL_VERSION: Final = 1
 MAX_FILE_BYTES = 2**20
-_MAX_PARAMETERS = 2**31
 
 _Seconds = Annotated[float, Field(ge=0, le=1e7)]
 
@@ -142,51 +133,15 @@ class Federation(Section):
         return 1 + max(id for members in self._members for id in members)
 
     @functools.cached_property
-    def experiment(self) -> Experiment:
+    def experiment(self) -> "Experiment":
         """The agreed experiment, with one cluster and without attackers.
 
         A ConfigError says that the settings are invalid, or name a function that is not allowed
         here.
         """
-        forbidden = [name for name in self.user_functions if name not in self.allowed_functions]
-        if forbidden:
-            effect = plugins.describe_effect(forbidden[0])
-            raise ConfigError(
-                f"`experiment` names {forbidden[0][:100]!r}, {effect}, and allow it with --own"
-            )
-        settings = records.current_settings(self.settings.model_dump(exclude_none=True))
-        for key in settings["agents"]:
-            if key not in AGREED_AGENT_KEYS:
-                hint = plugins.did_you_mean(key, AGREED_AGENT_KEYS)
-                raise ConfigError(f"there is no key `experiment.agents.{key[:100]}`.{hint}")
+        from fedcb2o.peer.membership._agreed_experiment import agreed_experiment  # needs PyTorch
 
-        agents = {
-            "num_clusters": 1,
-            "benign": self.num_agents,
-            "malicious": 0,
-            "benign_samples": self.most_samples,
-            "malicious_samples": 1,
-            **settings["agents"],
-        }
-        experiment = loading.load(
-            {
-                **settings,
-                "name": self.name,
-                "seeds": [self.seed],
-                "rounds": self.rounds,
-                "data": {"name": missing_dataset},
-                "agents": agents,
-            }
-        )
-        _check_supported(experiment)
-        outputs = len(self.class_names) or math.prod(self.data.target or ())
-        dim = count_parameters(experiment, self.shape, outputs)
-        if dim is not None and dim > _MAX_PARAMETERS:
-            raise ConfigError(
-                f"`experiment.model` has {dim:,} parameters, and at most {_MAX_PARAMETERS:,} in a "
-                "federation"
-            )
-        return experiment
+        return agreed_experiment(self)
 
     @functools.cached_property
     def user_functions(self) -> tuple[str, ...]:
@@ -322,112 +277,12 @@ _FILE_KEYS = _FIELD_KEYS - {"versions", "allowed_functions"}
 _FILE_KEYS |= {"version", "members", "signatures", "history"}
 
 
-def make_federation(
-    experiment: Experiment | str | Path | Mapping[str, Any],
-    members: Sequence[Member],
-    *,
-    dataset: Dataset,
-    seed: int | None = None,
-    share: float | None = None,
-    most_samples: int | None = None,
-    **options: Any,
-) -> Federation:
-    """Create version 1 of a federation from an experiment.
-
-    Args:
-        experiment: The experiment; its agents become these members, in order. Without
-            `agents.benign` all members are benign that `agents.malicious` does not count.
-        members: One member per agent.
-        dataset: A data set with the agreed sample shape and classes.
-        seed: Seed of the federation; by default the experiment's first.
-        share: Assumed share of malicious agents; by default the experiment's.
-        most_samples: Upper bound of claimed sample counts; by default the experiment's maximum.
-        **options: Other keys of a `Federation`.
-
-    Returns:
-        The federation.
-
-    Raises:
-        ConfigError: Members or options do not fit the experiment.
-    """
-    experiment, _ = load_for_data(experiment, None, None, len(members))
-    agents = experiment.agents
-    if agents.num_agents != len(members):
-        raise ConfigError(
-            f"the experiment `{experiment.name}` has {agents.num_agents} agents, and there are "
-            f"{len(members)} members: give one member for each agent, or change `agents.benign`, "
-            "`agents.malicious` or `agents.num_clusters`"
-        )
-    if agents.participation < 1:
-        raise ConfigError(
-            "`agents.participation` below 1 is for simulations: a real peer is online, or it is not"
-        )
-    _check_supported(experiment)
-    agreed = _agreed_settings(experiment)
-
-    dim = parameters.dimension(build_module(experiment, experiment.seeds[0], dataset))
-    if most_samples is None:
-        most_samples = experiment_max_samples(experiment, dataset)
-    entries = [{"id": id, **member.to_table()} for id, member in enumerate(members)]
-    table = {
-        "protocol": _PROTOCOL_VERSION,
-        "name": experiment.name,
-        "rounds": experiment.rounds,
-        "seed": experiment.seeds[0] if seed is None else seed,
-        "share": agents.malicious_share if share is None else share,
-        "most_samples": most_samples,
-        "data": {
-            "shape": list(dataset.pool.x.shape[1:]),
-            "values": sample_values(dataset.pool.x),
-            **_target_schema(dataset),
-        },
-        "experiment": records.canonical_settings(agreed),
-        "versions": [{"members": entries}],
-        "allowed_functions": list(plugins.foreign_names_in(agreed)),
-    }
-    federation = _validated_federation({**table, **options}, "the federation")
-    if "limits" not in options:
-        size = 4 * dim if federation.encoding == "float32" else dim
-        limits = Limits.for_model(size, federation.round_seconds)
-        federation = federation.model_copy(update={"limits": limits})
-
-    # Once more, with the defaults written out: a later release may have other ones.
-    table = federation.model_dump(by_alias=True, exclude_none=True)
-    return _check_topology(_validated_federation(table, "the federation"))
-
-
-def _agreed_settings(experiment: Experiment) -> dict[str, Any]:
-    """Return the sections of an experiment that members agree on."""
-    settings = experiment.settings()
-    sections = (*KERNEL_KEYS, "model", "training", "algorithm")
-    agreed = {key: settings[key] for key in sections if key in settings}
-    agents = settings["agents"]
-    agreed["agents"] = {key: agents[key] for key in AGREED_AGENT_KEYS if key in agents}
-    if checksum := frozen_checksum(experiment):
-        agreed["model"] = {**agreed["model"], "checksum": checksum}
-    try:
-        validate_plain(agreed)
-    except ValueError as error:
-        raise ConfigError(
-            f"the experiment `{experiment.name}` cannot be agreed on: {error}"
-        ) from error
-    return agreed
-
-
-def _target_schema(dataset: Dataset) -> dict[str, Any]:
-    """Return the keys of [data] that describe the predicted classes or numbers."""
-    if dataset.class_names:
-        return {"class_names": list(dataset.class_names)}
-    return {"target": list(dataset.pool.y.shape[1:])}
-
-
-def missing_dataset() -> Dataset:
-    """Stand for the data set, which each member provides; a call is a ConfigError."""
-    raise ConfigError("a federation's file holds no data: each member brings its own, with --data")
-
-
 def read_federation(
-    path: Path | str, *, allowed_functions: Collection[str] = (), allow_unsigned: bool = False
+    path: Path | str,
+    *,
+    allowed_functions: Collection[str] = (),
+    allow_unsigned: bool = False,
+    check_experiment: bool = True,
 ) -> Federation:
     """Read a federation and verify all its versions.
 
@@ -437,6 +292,8 @@ def read_federation(
             A file that names others can be read and signed, but has no `experiment`.
         allow_unsigned: The last version may lack signatures, and have roots that a later version
             must replace.
+        check_experiment: Check the experiment's settings, which takes PyTorch. A program that only
+            signs versions or passes messages on does not need them.
 
     Returns:
         The federation.
@@ -464,7 +321,9 @@ def read_federation(
     last = {key: table.pop(key) for key in ("members", "signatures") if key in table}
     table["versions"] = [*history, last] if isinstance(history, list) else history
     table["allowed_functions"] = list(allowed_functions)
-    federation = _validated_federation(table, str(path), allow_unsigned=allow_unsigned)
+    federation = validated_federation(
+        table, str(path), allow_unsigned=allow_unsigned, check_experiment=check_experiment
+    )
     if isinstance(version, bool) or version != federation.version:
         raise ConfigError(
             f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier "
@@ -615,7 +474,12 @@ def amend_federation(
     amended = _with_versions(federation, *versions)
     # A version without enough signatures may keep a former root, but a new one must not add one.
     _check_roots(amended)
-    return _check_topology(amended)
+    # Other graphs may not allow every number of agents.
+    if "graph" in federation.settings.agents:
+        from fedcb2o.peer.membership._agreed_experiment import check_topology  # needs PyTorch
+
+        check_topology(amended)
+    return amended
 
 
 def sign_federation(
@@ -639,7 +503,7 @@ def sign_federation(
             signed another version of this number.
         RunError: The journal or the file cannot be written.
     """
-    federation = read_federation(path, allow_unsigned=True)
+    federation = read_federation(path, allow_unsigned=True, check_experiment=False)
     if federation.version == 1:
         raise ConfigError(
             f"{path} is version 1, which needs no signature: running with it is agreement"
@@ -650,7 +514,7 @@ def sign_federation(
         raise ConfigError(f"{path}: {error}") from error
     version = federation.versions[-1]
     for other in merge:
-        copy = read_federation(other, allow_unsigned=True)
+        copy = read_federation(other, allow_unsigned=True, check_experiment=False)
         if copy.digest != federation.digest:
             differing = federation.differing_keys(copy.value_hashes())[:10]
             keys = ", ".join(f"`{key}`" for key in differing)
@@ -662,14 +526,6 @@ def sign_federation(
     return signed
 
 
-def _check_topology(federation: Federation) -> Federation:
-    """Raise ConfigError if the graph does not allow this federation's size."""
-    if not set(federation.user_functions) - federation.allowed_functions:
-        clusters = torch.zeros(federation.num_agents, dtype=torch.int64)
-        federation.experiment.resolved.neighbours(federation.seed, clusters)
-    return federation
-
-
 def _check_roots(federation: Federation) -> None:
     """Raise ConfigError if the root of a present member may sign authorities."""
     for member in federation.members.values():
@@ -677,18 +533,28 @@ def _check_roots(federation: Federation) -> None:
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
-    """Return the federation with other versions; the last may lack signatures."""
+    """Return the federation with other versions; the last may lack signatures.
+
+    The experiment is the same in all versions, and is not checked again.
+    """
     table = {
         **federation.fixed_content(),
         "allowed_functions": federation.allowed_functions,
         "versions": versions,
     }
-    return _validated_federation(table, "the new version", allow_unsigned=True)
+    return validated_federation(
+        table, "the new version", allow_unsigned=True, check_experiment=False
+    )
 
 
-def _validated_federation(
-    table: Mapping[str, Any], source: str, *, allow_unsigned: bool = False
+def validated_federation(
+    table: Mapping[str, Any],
+    source: str,
+    *,
+    allow_unsigned: bool = False,
+    check_experiment: bool = True,
 ) -> Federation:
+    """Return the federation of a table; a ConfigError begins with its source."""
     try:
         federation = Federation.model_validate(table)
     except ValidationError as error:
@@ -701,7 +567,7 @@ def _validated_federation(
         if not allow_unsigned:
             _check_roots(federation)
         # A file that names other functions can be read and signed, but has no experiment.
-        if not set(federation.user_functions) - federation.allowed_functions:
+        if check_experiment and not set(federation.user_functions) - federation.allowed_functions:
             federation.experiment  # noqa: B018
     except ConfigError as error:
         raise ConfigError(f"{source}: {error}") from error
@@ -727,7 +593,7 @@ def _format_validation_error(error: ValidationError) -> str:
     value = problem["input"]
     if key == "protocol":
         return (
-            f"it speaks protocol {value!r:.20}, and this fedcb2o {_PROTOCOL_VERSION}: take the "
+            f"it speaks protocol {value!r:.20}, and this fedcb2o {PROTOCOL_VERSION}: take the "
             "others' release"
         )
     message = problem["msg"]
@@ -738,15 +604,6 @@ def _format_validation_error(error: ValidationError) -> str:
     message = message.replace("tuple", "list").replace("dictionary", "table")
     got = "" if isinstance(value, Mapping | list | tuple) else f", got {value!r:.50}"
     return f"`{key}`{suffix}: {message[0].lower()}{message[1:]}{got}"
-
-
-def _check_supported(experiment: Experiment) -> None:
-    """Raise ConfigError for an algorithm that real peers cannot run."""
-    clusters = experiment.resolved.algorithm.clusters
-    if clusters is not None:
-        why = "has models of clusters" if clusters.per_agent else "has a coordinator"
-        name = plugins.label(experiment.algorithm.name)
-        raise ConfigError(f"`{name}` {why}, and real peers have none")
 
 
 def _flatten(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,13 +1,12 @@
 """Sections of federation.toml as plain values; the file's sender is not trusted."""
 
 import math
+import unicodedata
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from fedcb2o.data import SampleValues
-from fedcb2o.data.names import to_nfc
 from fedcb2o.federated.sections import Section
 
 AGREED_AGENT_KEYS = (
@@ -62,8 +61,8 @@ class SampleSchema(Section):
     """Format of all samples: classes, or the shape of predicted numbers."""
 
     shape: _Shape
-    # Type and scale of samples; None in the file of a former release.
-    values: SampleValues | None = None
+    # Type and scale as of `data.SampleValues`; None in the file of a former release.
+    values: Literal["bytes", "unit", "numbers"] | None = None
     class_names: Annotated[tuple[str, ...], Field(strict=False, max_length=100_000)] = ()
     target: _Shape | None = None
 
@@ -80,7 +79,7 @@ class SampleSchema(Section):
         for name in names:
             if not (name.isprintable() and 0 < len(name) <= 100):
                 raise ValueError("class names must have 1 to 100 printable characters")
-        if len(set(map(to_nfc, names))) < len(names):
+        if len({unicodedata.normalize("NFC", name) for name in names}) < len(names):
             raise ValueError("class names must be different words")
         return names
 

@@ -48,6 +48,8 @@ _KEY_PART = rb"""(?:[A-Za-z0-9_-]++|"[^"\n]*+"|'[^'\n]*+')"""
 _LONG_KEY = re.compile(
     rb"(?<![A-Za-z0-9_-])%b(?:[ \t]*+\.[ \t]*+%b){%d}" % (_KEY_PART, _KEY_PART, _MAX_KEY_PARTS)
 )
+RUNS_FILE = "runs.toml"
+"""Run directory that signs for each run, next to the keys."""
 SIGNED_VERSIONS_FILE = "signed-versions.toml"
 """Versions of federations that this organisation signed, see `version_journal`."""
 _SECRET_FILES = ("signing.key", "root.key", "tls.key")

@@ -23,10 +23,8 @@ def reserve_version(
 
     A later error shows `changes`, the descriptions of what the version changes.
     """
-    from fedcb2o.experiments.runs import exclusive_lock  # slow to import
-
     path = identity.folder / SIGNED_VERSIONS_FILE
-    with exclusive_lock(identity.folder, "wait for it"):
+    with records.exclusive_lock(identity.folder, "wait for it"):
         journal: dict[str, Any] = {}
         try:
             journal = records.read_toml(path)

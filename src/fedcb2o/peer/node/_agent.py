@@ -47,7 +47,8 @@ from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.sections import Component
 from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership.federation import Federation, make_federation, read_federation
+from fedcb2o.peer.membership._agreement import make_federation
+from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.safe_files import check_regular
 
 _MODEL_COPIES = 7

@@ -16,7 +16,7 @@ from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._agent import build_network
-from fedcb2o.peer.wire._protocol import (
+from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,
     AnswerStatus,
@@ -27,7 +27,7 @@ from fedcb2o.peer.wire._protocol import (
     decode_request,
     encode_offer,
 )
-from fedcb2o.peer.wire._transport import Https, Reply
+from fedcb2o.peer.wire.transport import Https, Reply
 
 FAULTS = (
     "random bytes",

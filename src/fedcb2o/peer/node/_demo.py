@@ -32,8 +32,8 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.datasets import build_population, load_dataset, load_for_data
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.peer.membership._agreement import make_federation
 from fedcb2o.peer.membership.federation import (
-    make_federation,
     read_federation,
     write_federation,
 )

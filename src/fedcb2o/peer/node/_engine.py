@@ -32,7 +32,7 @@ from fedcb2o.peer.node._catch_up import CatchUp
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._publisher import ModelPublisher
 from fedcb2o.peer.node._reasons import relay_error
-from fedcb2o.peer.wire._client import SILENT_REASONS, Arrival, PeerClient
+from fedcb2o.peer.wire.client import SILENT_REASONS, Arrival, PeerClient
 
 _ONLY_MEMBER = Members(np.zeros(1, np.int64))  # index of the agent in its group
 _ROUNDS_ALONE = 5  # in a row without an answer, after which the operator gets a message,

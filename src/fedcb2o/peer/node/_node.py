@@ -25,7 +25,6 @@ from fedcb2o import records
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.runs._run_directory import exclusive_lock
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.evaluation import metrics
@@ -52,16 +51,16 @@ from fedcb2o.peer.node._reasons import (
 )
 from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
-from fedcb2o.peer.wire._client import (
+from fedcb2o.peer.wire.client import (
     BLAMELESS_REASONS,
     PeerClient,
     StoppedError,
 )
-from fedcb2o.peer.wire._compression import Codec, Int8Codec, RawCodec
-from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, Ledger, SigningJournal
-from fedcb2o.peer.wire._relayed import open_transport
-from fedcb2o.peer.wire._server import Server
-from fedcb2o.peer.wire._transport import Transport
+from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, Ledger, SigningJournal
+from fedcb2o.peer.wire.relayed import open_transport
+from fedcb2o.peer.wire.server import Server
+from fedcb2o.peer.wire.transport import Transport
 from fedcb2o.records._checksums import read_checkpoint_header
 from fedcb2o.simulation import checkpoint
 from fedcb2o.simulation.rounds import Engine, Round, run_rounds
@@ -195,7 +194,7 @@ class Node:
         federation = self.federation
         with contextlib.ExitStack() as stack:
             # 1. Lock and check the run directory.
-            stack.enter_context(exclusive_lock(self.out, _ALREADY_RUNNING))
+            stack.enter_context(records.exclusive_lock(self.out, _ALREADY_RUNNING))
             stack.enter_context(one_thread())
             # At the end, because `stop` may come before the start.
             stack.callback(self._stop.clear)

@@ -10,10 +10,10 @@ from fedcb2o.errors import RemovedError
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node._observer import NodeObserver
 from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
-from fedcb2o.peer.wire._client import HELLO_SECONDS, PeerClient, StoppedError
-from fedcb2o.peer.wire._patience import Credit
-from fedcb2o.peer.wire._probe import probe_member
-from fedcb2o.peer.wire._transport import Transport
+from fedcb2o.peer.wire.client import HELLO_SECONDS, PeerClient, StoppedError
+from fedcb2o.peer.wire.patience import Credit
+from fedcb2o.peer.wire.probe import probe_member
+from fedcb2o.peer.wire.transport import Transport
 
 _POLL_SECONDS = 0.2  # between two looks at the links
 _REJOIN_SECONDS = 3.0  # in which a running member is reached

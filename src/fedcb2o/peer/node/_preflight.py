@@ -20,10 +20,10 @@ from typing import Any
 from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._equivocation import Ledger
-from fedcb2o.peer.wire._mailbox import RelayMailbox
-from fedcb2o.peer.wire._probe import ProbeResult, probe_member
-from fedcb2o.peer.wire._protocol import (
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.mailbox import RelayMailbox
+from fedcb2o.peer.wire.probe import ProbeResult, probe_member
+from fedcb2o.peer.wire.protocol import (
     MINOR_VERSION,
     Answer,
     AnswerStatus,
@@ -32,9 +32,9 @@ from fedcb2o.peer.wire._protocol import (
     RequestKind,
     decode_hello,
 )
-from fedcb2o.peer.wire._relayed import Mixed, Relayed, open_transport
-from fedcb2o.peer.wire._server import Server
-from fedcb2o.peer.wire._transport import Https, Transport
+from fedcb2o.peer.wire.relayed import Mixed, Relayed, open_transport
+from fedcb2o.peer.wire.server import Server
+from fedcb2o.peer.wire.transport import Https, Transport
 
 _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire._compression import Codec
-from fedcb2o.peer.wire._equivocation import SigningJournal
-from fedcb2o.peer.wire._protocol import BytesLike, Manifest
-from fedcb2o.peer.wire._server import Server, Snapshot
+from fedcb2o.peer.wire.compression import Codec
+from fedcb2o.peer.wire.equivocation import SigningJournal
+from fedcb2o.peer.wire.protocol import BytesLike, Manifest
+from fedcb2o.peer.wire.server import Server, Snapshot
 
 
 class ModelPublisher:

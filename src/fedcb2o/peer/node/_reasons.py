@@ -9,9 +9,9 @@ Example:
 from collections.abc import Collection, Mapping
 
 from fedcb2o.federated.run_spec import Algorithm
-from fedcb2o.peer.wire._client import BLAMELESS_REASONS, NOT_YET
-from fedcb2o.peer.wire._relayed import Mixed
-from fedcb2o.peer.wire._transport import Transport
+from fedcb2o.peer.wire.client import BLAMELESS_REASONS, NOT_YET
+from fedcb2o.peer.wire.relayed import Mixed
+from fedcb2o.peer.wire.transport import Transport
 
 
 def missing_models(

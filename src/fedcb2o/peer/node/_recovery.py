@@ -12,8 +12,8 @@ from collections.abc import Callable
 from fedcb2o.errors import RunError
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
 from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
-from fedcb2o.peer.wire._client import HELLO_SECONDS
-from fedcb2o.peer.wire._equivocation import SigningJournal
+from fedcb2o.peer.wire.client import HELLO_SECONDS
+from fedcb2o.peer.wire.equivocation import SigningJournal
 
 _REPEAT_SECONDS = 0.5  # time for answers in later rounds
 

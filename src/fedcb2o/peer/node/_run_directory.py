@@ -7,15 +7,14 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation, read_federation, write_federation
-from fedcb2o.peer.membership.identity import Identity
+from fedcb2o.peer.membership.identity import RUNS_FILE, Identity
 from fedcb2o.peer.membership.versions import parse_members
 from fedcb2o.peer.node._agent import AgentSetup
-from fedcb2o.peer.wire._equivocation import JOURNAL_FILE
+from fedcb2o.peer.wire.equivocation import JOURNAL_FILE
 
 _LOGGER = logging.getLogger(__name__)
 
 _FEDERATION_FILE = "federation.toml"
-RUNS_FILE = "runs.toml"  # next to the keys: the directory that signs for each run
 _GUARD = "it keeps two folders from signing two models for one round"
 
 

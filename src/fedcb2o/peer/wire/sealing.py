@@ -26,8 +26,8 @@ from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._pace import Pace
-from fedcb2o.peer.wire._protocol import SIGNATURE_BYTES, BytesLike, MalformedError
+from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.protocol import SIGNATURE_BYTES, BytesLike, MalformedError
 
 _CARD_CONTEXT = b"fedcb2o relay card v1\0"
 _KEY_CONTEXT = b"fedcb2o relay keys v1\0"

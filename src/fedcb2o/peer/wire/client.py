@@ -5,7 +5,7 @@ of the answer, `protocol.validate_manifest` (member, signature, run, version, ag
 then hash, type, finiteness and bound. A model that fails is dropped and counted by its reason.
 
 In each round an agent also asks the members whose models it does not download for their manifests.
-It compares the digests in these answers with its own (`_equivocation`), and learns their rounds.
+It compares the digests in these answers with its own (`equivocation`), and learns their rounds.
 """
 
 import contextlib
@@ -31,12 +31,12 @@ from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
 from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire import _protocol
-from fedcb2o.peer.wire._compression import Codec
-from fedcb2o.peer.wire._equivocation import Ledger
-from fedcb2o.peer.wire._patience import Backoff, Patience, Wait
-from fedcb2o.peer.wire._protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
-from fedcb2o.peer.wire._transport import Transport
+from fedcb2o.peer.wire import protocol
+from fedcb2o.peer.wire.compression import Codec
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.patience import Backoff, Patience, Wait
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
+from fedcb2o.peer.wire.transport import Transport
 
 _CHUNKS_IN_FLIGHT = 4  # of one model
 _MAX_TRIES = 3  # at a peer that does not answer
@@ -135,7 +135,7 @@ class PeerClient:
     ) -> tuple[dict[int, Arrival], dict[int, str]]:
         """Download the models of some peers at once into their rows.
 
-        `_patience` says how long the round waits. Spare peers are asked in place of late ones, the
+        `patience` says how long the round waits. Spare peers are asked in place of late ones, the
         first ones first. A synchronous round waits for all models until its deadline, by default
         that of the federation. Waiting costs nothing until the monotonic time `free_until`.
 
@@ -252,8 +252,8 @@ class PeerClient:
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         nonce = secrets.token_bytes(16)
         for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key, nonce=nonce):
-            with contextlib.suppress(_protocol.MalformedError):
-                content = _protocol.decode_hello(answer.body, nonce, member)
+            with contextlib.suppress(protocol.MalformedError):
+                content = protocol.decode_hello(answer.body, nonce, member)
                 self._note_hello(peer, content)
                 self._note_file(peer, content.get("file"))
                 return content
@@ -279,7 +279,7 @@ class PeerClient:
                 for answer in answers:
                     if answer.status is AnswerStatus.NOT_HERE:
                         answered.add(peer)
-                    _, manifest = _protocol.verify_member_manifest(answer.body, self.federation)
+                    _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
                     if manifest is not None and self._is_own(manifest):
                         answered.add(peer)
                         manifests.append(manifest)
@@ -314,7 +314,7 @@ class _PeerSession:
         *,
         round: int = 0,
         index: int = 0,
-        digest: bytes = _protocol.ZERO_DIGEST,
+        digest: bytes = protocol.ZERO_DIGEST,
         first: int = 0,
         last: int | None = None,
         nonce: bytes = b"",
@@ -357,15 +357,15 @@ class _PeerSession:
             reason = result
         return reason
 
-    def _validate_offer(self, n: int, body: _protocol.BytesLike) -> "Manifest | str":
+    def _validate_offer(self, n: int, body: protocol.BytesLike) -> "Manifest | str":
         """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
         client = self.client
         codec = client.codec
         try:
-            signed, digests = _protocol.decode_offer(body)
-        except _protocol.MalformedError as error:
+            signed, digests = protocol.decode_offer(body)
+        except protocol.MalformedError as error:
             return error.reason
-        reason, manifest = _protocol.validate_manifest(
+        reason, manifest = protocol.validate_manifest(
             signed,
             federation=client.federation,
             peer=self.peer,
@@ -390,11 +390,11 @@ class _PeerSession:
             return _INCOMPATIBLE
         return manifest
 
-    def _fetch_witnesses(self, conflicts: Iterable[_protocol.ManifestDigest]) -> None:
+    def _fetch_witnesses(self, conflicts: Iterable[protocol.ManifestDigest]) -> None:
         """Ask for the manifests of conflicting digests; the ledger keeps proofs only."""
         client = self.client
         # No peer accepts a longer manifest.
-        longest = _protocol.manifest_bytes(client.codec.max_bytes)
+        longest = protocol.manifest_bytes(client.codec.max_bytes)
         end = min(self.end, time.monotonic() + _WITNESS_SECONDS)
         session = _PeerSession(client, self.peer, end)
         pending = [
@@ -631,8 +631,8 @@ class _ModelDownload:
             self._request_chunk(manifest, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
         )
         for k, expected in enumerate(manifest.chunks):
-            start = k * _protocol.CHUNK_BYTES
-            size = min(_protocol.CHUNK_BYTES, manifest.size - start)
+            start = k * protocol.CHUNK_BYTES
+            size = min(protocol.CHUNK_BYTES, manifest.size - start)
 
             chunk, reason = self._first_valid_chunk(pending.popleft(), size, expected)
             # Once more, because a message may be lost.
@@ -654,7 +654,7 @@ class _ModelDownload:
 
     def _first_valid_chunk(
         self, answers: "Iterator[Answer]", size: int, expected: bytes
-    ) -> "tuple[_protocol.BytesLike | None, str]":
+    ) -> "tuple[protocol.BytesLike | None, str]":
         """Return the first chunk with the expected hash, or a reason."""
         reason = _NO_ANSWER
         for answer in answers:
@@ -668,8 +668,8 @@ class _ModelDownload:
         return None, reason
 
     def _request_chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
-        first = k * _protocol.CHUNK_BYTES
-        last = min(first + _protocol.CHUNK_BYTES, manifest.size) - 1
+        first = k * protocol.CHUNK_BYTES
+        last = min(first + protocol.CHUNK_BYTES, manifest.size) - 1
         return self.session.ask(RequestKind.MODEL, digest=manifest.digest, first=first, last=last)
 
 
@@ -681,5 +681,5 @@ def number_fault(theta: Float[Tensor, " d"]) -> str:
     return "bound" if math.isfinite(largest) else "not finite"
 
 
-def _sha256(content: _protocol.BytesLike) -> bytes:
+def _sha256(content: protocol.BytesLike) -> bytes:
     return hashlib.sha256(content).digest()

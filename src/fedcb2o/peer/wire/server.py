@@ -22,8 +22,8 @@ from typing import Any, TypeAlias
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.federation_schema import Limits
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._equivocation import Ledger
-from fedcb2o.peer.wire._protocol import (
+from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.protocol import (
     MAX_HELLO_BYTES,
     REQUEST_CONTEXT,
     Answer,
@@ -39,7 +39,7 @@ from fedcb2o.peer.wire._protocol import (
     encode_offer,
     num_chunks,
 )
-from fedcb2o.peer.wire._transport import Reply
+from fedcb2o.peer.wire.transport import Reply
 
 _AnswerContent: TypeAlias = Callable[[], Answer]
 

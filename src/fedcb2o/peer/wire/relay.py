@@ -20,15 +20,15 @@ from pathlib import Path
 
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._http import HttpRequest, problem
-from fedcb2o.peer.wire._listener import (
+from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire.http_requests import HttpRequest, problem
+from fedcb2o.peer.wire.listener import (
     Listener,
     Responder,
     open_listening_socket,
     raise_descriptor_limit,
 )
-from fedcb2o.peer.wire._mailbox import (
+from fedcb2o.peer.wire.mailbox import (
     BOX_NAME,
     CARD_NAME,
     FORMER_MEMBER,
@@ -38,9 +38,9 @@ from fedcb2o.peer.wire._mailbox import (
     join_messages,
     read_signed_target,
 )
-from fedcb2o.peer.wire._pace import Pace
-from fedcb2o.peer.wire._sealing import CARD_BYTES
-from fedcb2o.peer.wire._transport import federation_state
+from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.sealing import CARD_BYTES
+from fedcb2o.peer.wire.transport import federation_state
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_STORED_BYTES = 2**23

@@ -1,7 +1,7 @@
 """Transport through a mailbox, and the choice between it and direct links.
 
 A member that serves writes a new signed card twice a second. A member counts as connected while its
-card changes. Requests and answers are sealed (`_sealing`) for one session and put into its box. The
+card changes. Requests and answers are sealed (`sealing`) for one session and put into its box. The
 relay is not trusted.
 """
 
@@ -19,11 +19,11 @@ from queue import Empty, Queue
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import Federation, file_content, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._dialer import LEASE_SECONDS
-from fedcb2o.peer.wire._folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire._mailbox import FormerMemberError, Mailbox, RelayMailbox
-from fedcb2o.peer.wire._pace import Pace
-from fedcb2o.peer.wire._protocol import (
+from fedcb2o.peer.wire.dialer import LEASE_SECONDS
+from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire.mailbox import FormerMemberError, Mailbox, RelayMailbox
+from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.protocol import (
     MAX_REQUEST_BYTES,
     Answer,
     AnswerStatus,
@@ -31,8 +31,8 @@ from fedcb2o.peer.wire._protocol import (
     MalformedError,
     decode_answer,
 )
-from fedcb2o.peer.wire._sealing import Card, Sealed, SealedKind, Session
-from fedcb2o.peer.wire._transport import (
+from fedcb2o.peer.wire.sealing import Card, Sealed, SealedKind, Session
+from fedcb2o.peer.wire.transport import (
     ASK_SECONDS,
     CLOSE_SECONDS,
     SEND_SECONDS,

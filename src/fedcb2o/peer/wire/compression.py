@@ -30,7 +30,7 @@ from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.guards.acceptance import MAX_VALUE
-from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire.protocol import BytesLike
 
 BLOCK_SIZE = 2048  # numbers that share a scale
 _MAX_LEVEL = 127  # largest magnitude of an 8-bit number that is sent

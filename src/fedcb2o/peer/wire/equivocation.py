@@ -36,7 +36,7 @@ from fedcb2o.peer.membership.certificates import DNS_LABEL
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import read_bounded_toml
 from fedcb2o.peer.membership.versions import parse_members
-from fedcb2o.peer.wire._protocol import (
+from fedcb2o.peer.wire.protocol import (
     MANIFEST_CONTEXT,
     MAX_DIGESTS,
     ZERO_DIGEST,

@@ -26,8 +26,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.wire._mailbox import MAX_MESSAGE_BYTES, MAX_TAKEN_BYTES, MIN_COUNTED_BYTES
-from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire.mailbox import MAX_MESSAGE_BYTES, MAX_TAKEN_BYTES, MIN_COUNTED_BYTES
+from fedcb2o.peer.wire.protocol import BytesLike
 from fedcb2o.safe_files import create_exclusive, describe_kind, open_folder, read_regular
 
 _LOGGER = logging.getLogger(__name__)

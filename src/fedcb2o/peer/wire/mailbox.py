@@ -27,10 +27,10 @@ from urllib3.exceptions import TimeoutError as WaitedTooLongError
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import MAX_FILE_BYTES
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._dialer import CONNECT_SECONDS, Pool, tls_error
-from fedcb2o.peer.wire._http import HttpRequest
-from fedcb2o.peer.wire._protocol import MalformedError
-from fedcb2o.peer.wire._tls import client_context, remote_member
+from fedcb2o.peer.wire.dialer import CONNECT_SECONDS, Pool, tls_error
+from fedcb2o.peer.wire.http_requests import HttpRequest
+from fedcb2o.peer.wire.protocol import MalformedError
+from fedcb2o.peer.wire.tls import client_context, remote_member
 
 MAX_MESSAGE_BYTES = 2**21 + 2**12
 """Longest message: an answer, sealed."""

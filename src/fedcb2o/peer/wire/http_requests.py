@@ -14,7 +14,7 @@ from http import HTTPStatus
 import h11
 
 from fedcb2o.peer.membership.identity import Member
-from fedcb2o.peer.wire._protocol import BytesLike
+from fedcb2o.peer.wire.protocol import BytesLike
 
 MAX_HEADER_BYTES = 2**14
 _TARGET = re.compile(rb"/v[0-9]{1,3}/[A-Za-z0-9/?&=._-]{1,500}")

@@ -29,8 +29,8 @@ from urllib3.util import Timeout, make_headers, parse_url
 from fedcb2o.errors import ConfigError, FedCB2OError
 from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._protocol import Answer, AnswerStatus, MalformedError, decode_status
-from fedcb2o.peer.wire._tls import client_context, close_wrapped, remote_member
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError, decode_status
+from fedcb2o.peer.wire.tls import client_context, close_wrapped, remote_member
 
 LEASE_SECONDS = 10.0
 """Time without a sign of life after which a member is not connected."""

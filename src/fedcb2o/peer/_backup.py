@@ -17,8 +17,8 @@ from typing import BinaryIO, Self
 from fedcb2o import records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.federation import read_federation
-from fedcb2o.peer.node._run_directory import RUNS_FILE
-from fedcb2o.peer.wire._equivocation import JOURNAL_FILE, RESTORED_FILE
+from fedcb2o.peer.membership.identity import RUNS_FILE
+from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, RESTORED_FILE
 from fedcb2o.safe_files import create_exclusive, open_regular
 
 _KEYS, _RUN, _PROOFS = "keys", "run", "proofs"
@@ -111,7 +111,9 @@ def restore(backup: Path, keys: Path, run: Path) -> int:
                 _extract(backup, file, staged)
             if not (staged[_RUN] / "federation.toml").exists():
                 raise ConfigError(f"{backup} is no backup: it holds no run")
-            version = read_federation(staged[_RUN] / "federation.toml", allow_unsigned=True).version
+            version = read_federation(
+                staged[_RUN] / "federation.toml", allow_unsigned=True, check_experiment=False
+            ).version
 
             # The mark comes first: without it a node would sign rounds a second time.
             (staged[_RUN] / RESTORED_FILE).touch(mode=records.PRIVATE_FILE)

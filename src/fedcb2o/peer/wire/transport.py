@@ -17,15 +17,15 @@ from typing import Protocol, TypeAlias, runtime_checkable
 from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.wire._dialer import CONNECT_SECONDS, STATE_TARGET, Dialer
-from fedcb2o.peer.wire._http import HttpRequest, problem
-from fedcb2o.peer.wire._listener import (
+from fedcb2o.peer.wire.dialer import CONNECT_SECONDS, STATE_TARGET, Dialer
+from fedcb2o.peer.wire.http_requests import HttpRequest, problem
+from fedcb2o.peer.wire.listener import (
     Listener,
     Responder,
     open_listening_socket,
     raise_descriptor_limit,
 )
-from fedcb2o.peer.wire._protocol import MAX_REQUEST_BYTES, Answer, AnswerStatus
+from fedcb2o.peer.wire.protocol import MAX_REQUEST_BYTES, Answer, AnswerStatus
 
 Reply: TypeAlias = Callable[[Answer | None], None]
 RequestHandler: TypeAlias = Callable[[bytes, Reply], None]

@@ -5,7 +5,7 @@ from datetime import datetime
 from typing import Any
 
 from fedcb2o.peer._metrics_server import MetricsServer
-from fedcb2o.peer.wire._relay import Relay
+from fedcb2o.peer.wire.relay import Relay
 
 
 class RelayMetrics:

@@ -21,9 +21,9 @@ from urllib3.exceptions import (
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._dialer import STATE_BYTES, STATE_TARGET, Pool, proxy_of, tls_error
-from fedcb2o.peer.wire._protocol import MalformedError
-from fedcb2o.peer.wire._tls import client_context, remote_member
+from fedcb2o.peer.wire.dialer import STATE_BYTES, STATE_TARGET, Pool, proxy_of, tls_error
+from fedcb2o.peer.wire.protocol import MalformedError
+from fedcb2o.peer.wire.tls import client_context, remote_member
 
 _TIMEOUT_SECONDS = 5.0
 

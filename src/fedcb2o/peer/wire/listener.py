@@ -33,16 +33,16 @@ import h11
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire._http import (
+from fedcb2o.peer.wire.http_requests import (
     MAX_HEADER_BYTES,
     HttpRequest,
     RefusedError,
     RequestParser,
     problem,
 )
-from fedcb2o.peer.wire._pace import Pace
-from fedcb2o.peer.wire._protocol import BytesLike
-from fedcb2o.peer.wire._tls import close_wrapped, remote_member, server_context
+from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.protocol import BytesLike
+from fedcb2o.peer.wire.tls import close_wrapped, remote_member, server_context
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_PENDING = 256
