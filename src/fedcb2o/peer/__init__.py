@@ -5,9 +5,10 @@ members. The package needs the extra: pip install 'fedcb2o[peer]'.
 """
 
 import importlib
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from fedcb2o.peer import _optional
+from fedcb2o.errors import ConfigError
 
 if TYPE_CHECKING:
     from fedcb2o.peer.membership._agreement import make_federation
@@ -35,7 +36,11 @@ __all__ = [
     "write_federation",
 ]
 
-_optional.require_peer_extra()
+for _module in ("cryptography", "h11", "urllib3", "zstandard"):
+    if find_spec(_module) is None:
+        raise ConfigError(
+            f"real peers need the extra, of which {_module} is missing: pip install 'fedcb2o[peer]'"
+        )
 
 
 def __getattr__(name: str) -> object:

@@ -11,6 +11,7 @@ import functools
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
@@ -621,30 +622,22 @@ class _TrafficCounter:
     def __init__(self, server: Server, client: PeerClient) -> None:
         self.server = server
         self.client = client
-        self.last: dict[str, Any] = {"sent": 0, "got": 0, "served": 0, "turned_away": {}}
+        self.totals = {"sent": 0, "got": 0, "served": 0}
+        self.refused = Counter[str]()
 
     def delta(self) -> dict[str, Any]:
         """Return the difference from the last call.
 
         It has sent and received bytes, answered requests, and refused requests by reason.
         """
-        previous = self.last
-        current = self._totals()
-        self.last = current
-        differences = {
-            reason: count - previous["turned_away"].get(reason, 0)
-            for reason, count in current["turned_away"].items()
-        }
-        return {
-            **{name: current[name] - previous[name] for name in ("sent", "got", "served")},
-            "turned_away": {reason: count for reason, count in differences.items() if count},
-        }
-
-    def _totals(self) -> dict[str, Any]:
         counts = self.server.counts
-        return {
+        totals = {
             "sent": sum(counts.sent.values()),
             "got": self.client.received_bytes,
             "served": counts.answered,
-            "turned_away": dict(counts.refused),
         }
+        refused = Counter(counts.refused)
+        record: dict[str, Any] = {name: totals[name] - self.totals[name] for name in totals}
+        record["turned_away"] = dict(refused - self.refused)
+        self.totals, self.refused = totals, refused
+        return record

@@ -19,7 +19,7 @@ Example:
 import hashlib
 import sys
 from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -40,55 +40,12 @@ MAX_WINDOW_BYTES = 2**19  # of zstandard; a decompressor needs this much memory
 _SLICE_SIZE = 64 * BLOCK_SIZE  # numbers per step, so that they stay in the cache
 
 
-@runtime_checkable
-class Codec(Protocol):
-    """Interface of an encoding of models.
-
-    `base` is the digest in the manifest of the model that the encoding refers to. The sizes are
-    those of an encoded model.
-    """
-
-    @property
-    def encoding(self) -> int: ...
-    @property
-    def base(self) -> bytes: ...
-    @property
-    def min_bytes(self) -> int: ...
-    @property
-    def max_bytes(self) -> int: ...
-
-    def encode(self, theta: Float[Tensor, " d"]) -> bytes:
-        """Encode a model as a copy; it may be trained further afterwards."""
-        ...
-
-    def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return writable memory for `size` received bytes, at most `max_bytes`.
-
-        `into` is the tensor that `decode_` will fill.
-        """
-        ...
-
-    def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Decode a received model in place; its bytes may be hostile.
-
-        The result is empty, or the reason why the bytes are no model.
-        """
-        ...
-
-    def state(self) -> dict[str, Tensor]:
-        """Return the state that the next `encode` depends on, for a checkpoint.
-
-        `encode` changes the tensors.
-        """
-        ...
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Restore a state; that of another codec or model is a RunError."""
-        ...
-
-
 class RawCodec:
-    """Little-endian float32 numbers."""
+    """Little-endian float32 numbers.
+
+    `base` is the digest in the manifest of the model that an encoding refers to. The sizes are
+    those of an encoded model. `state` is what the next `encode` depends on, for a checkpoint.
+    """
 
     encoding = 0
     base = bytes(32)
@@ -97,15 +54,17 @@ class RawCodec:
         self.min_bytes = self.max_bytes = 4 * dim
 
     def encode(self, theta: Float[Tensor, " d"]) -> bytes:
+        """Encode a model as a copy; it may be trained further afterwards."""
         return _little_endian(theta).tobytes()
 
     def buffer(self, size: int, into: Float[Tensor, " d"]) -> memoryview:
-        """Return the memory of `into` itself if its format is right."""
+        """Return writable memory for received bytes: that of `into` if its format is right."""
         if size == self.max_bytes and sys.byteorder == "little" and into.device.type == "cpu":
             return into.numpy().data.cast("B")
         return memoryview(bytearray(size))
 
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
+        """Decode a hostile model in place; return why its bytes are none, or an empty text."""
         if len(content) != self.max_bytes:
             return f"it has {len(content)} bytes, expected {self.max_bytes}"
         numbers = np.frombuffer(content, "<f4")
@@ -177,7 +136,6 @@ class Int8Codec:
         return memoryview(bytearray(size))
 
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
-        """Decode a received model in place, with one byte per number."""
         if len(content) > self.max_bytes:
             return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
         try:
@@ -212,12 +170,14 @@ class Int8Codec:
         return ""
 
     def state(self) -> dict[str, Tensor]:
-        """Return the accumulated rounding error by its name in checkpoints."""
         return {"owed": self._residual}
 
     def load_state(self, state: Mapping[str, Tensor]) -> None:
         _check_state(state, self.state())
         self._residual.copy_(state["owed"])
+
+
+Codec: TypeAlias = RawCodec | Int8Codec
 
 
 def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " b"]]:

@@ -46,6 +46,10 @@ HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
 _HEAD = struct.Struct("<7sBBB")  # magic, version, 1 for a manifest, and the model's encoding
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
+_MANIFEST_FIELDS = (
+    "encoding", "run", "agent", "round", "dim", "num_samples", "base", "size", "sha256",
+)  # fmt: skip
+"""Fields in this order, after magic, version and type, and before the number of chunks."""
 MAX_REQUEST_BYTES = 2**9
 _REQUEST = re.compile(
     rb"GET /v1/(?:hello\?key=(?P<key>[0-9a-f]{64})|manifest\?round=(?P<round>[0-9]{1,10})"
@@ -161,21 +165,8 @@ class Manifest:
     @property
     def body(self) -> bytes:
         """The unsigned encoding."""
-        head = _MANIFEST.pack(
-            _MAGIC,
-            _VERSION,
-            _MANIFEST_TYPE,
-            self.encoding,
-            self.run,
-            self.agent,
-            self.round,
-            self.dim,
-            self.num_samples,
-            self.base,
-            self.size,
-            self.sha256,
-            len(self.chunks),
-        )
+        values = [getattr(self, name) for name in _MANIFEST_FIELDS]
+        head = _MANIFEST.pack(_MAGIC, _VERSION, _MANIFEST_TYPE, *values, len(self.chunks))
         return head + b"".join(self.chunks)
 
     @property
@@ -206,7 +197,7 @@ def decode_manifest(
 
     Its body and unverified signature are returned too.
     """
-    encoding = _decode_header(data)
+    _check_header(data)
     if len(data) > max_bytes:
         raise MalformedError("length")
     count = (len(data) - _MANIFEST.size - SIGNATURE_BYTES) // 32
@@ -214,25 +205,14 @@ def decode_manifest(
     if count < 0 or len(data) != end + SIGNATURE_BYTES:
         raise MalformedError("malformed")
 
-    fields = _MANIFEST.unpack_from(data)
-    run, agent, round, dim, num_samples, base, size, sha256, claimed_count = fields[4:]
+    *values, claimed_count = _MANIFEST.unpack_from(data)[3:]
     if claimed_count != count:
         raise MalformedError("malformed")
 
     body = bytes(data[:end])
-    manifest = Manifest(
-        run=run,
-        agent=agent,
-        round=round,
-        dim=dim,
-        num_samples=num_samples,
-        encoding=encoding,
-        base=base,
-        size=size,
-        sha256=sha256,
-        chunks=tuple(body[k : k + 32] for k in range(_MANIFEST.size, end, 32)),
-    )
-    return manifest, body, bytes(data[end:])
+    chunks = tuple(body[k : k + 32] for k in range(_MANIFEST.size, end, 32))
+    fields = dict(zip(_MANIFEST_FIELDS, values, strict=True))
+    return Manifest(**fields, chunks=chunks), body, bytes(data[end:])
 
 
 def verify_member_manifest(
@@ -474,8 +454,8 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
     return content
 
 
-def _decode_header(data: BytesLike) -> int:
-    """Check the header of a manifest, the version first; return the next byte."""
+def _check_header(data: BytesLike) -> None:
+    """Check the header of a manifest, the version first."""
     if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
         raise MalformedError("malformed")
     # Another version may have another header, of which nothing else is read.
@@ -483,4 +463,3 @@ def _decode_header(data: BytesLike) -> int:
         raise MalformedError("version")
     if len(data) < _HEAD.size or data[8] != _MANIFEST_TYPE:
         raise MalformedError("malformed")
-    return data[9]

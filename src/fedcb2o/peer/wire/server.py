@@ -94,12 +94,15 @@ class _ClientQuota:
     """Queue of one member and its use of the limits."""
 
     limits: Limits
-    id: int | None  # None for senders with another version
-    tokens: float
+    id: int | None  # None for former members, and for senders with another version
     updated: float  # time of the last change of `tokens`
+    tokens: float = field(init=False)
     queue: deque[tuple[Reply, _AnswerContent]] = field(default_factory=deque)
     active: int = 0
     nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
+
+    def __post_init__(self) -> None:
+        self.tokens = float(self.limits.answers_per_minute)
 
     def accept_nonce(self, nonce: bytes) -> bool:
         """Remember a nonce; return False if it was used before."""
@@ -154,21 +157,12 @@ class Server:
         # The newest first, with other snapshots for some members.
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
-        limits: dict[int | None, Limits] = {
-            id: federation.limits for id in federation.members if id != agent_id
-        }
-        limits[None] = _FOREIGN_LIMITS
+        others = [id for id in federation.members if id != agent_id]
         now = clock()
-        self._quotas = {
-            id: _ClientQuota(limit, id, float(limit.answers_per_minute), now)
-            for id, limit in limits.items()
-        }
-        self._foreign_quotas = {
-            id: _ClientQuota(_FOREIGN_LIMITS, id, float(_FOREIGN_LIMITS.answers_per_minute), now)
-            for id in limits
-        }
-        full = float(_FOREIGN_LIMITS.answers_per_minute)
-        self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, full, now)
+        self._quotas = {id: _ClientQuota(federation.limits, id, now) for id in others}
+        self._foreign_quotas = {id: _ClientQuota(_FOREIGN_LIMITS, id, now) for id in others}
+        self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, now)
+        self._version_quota = _ClientQuota(_FOREIGN_LIMITS, None, now)  # of other versions
         self._changed = threading.Condition()  # its lock guards what follows, and the quotas
         # Quotas with a queue that is not empty, in turn, by their identity.
         self._waiting: dict[int, _ClientQuota] = {}
@@ -229,8 +223,8 @@ class Server:
         with self._changed:
             self._closed = True
             self._waiting.clear()
-            quotas = (*self._quotas.values(), *self._foreign_quotas.values(), self._former_quota)
-            for quota in quotas:
+            single = (self._former_quota, self._version_quota)
+            for quota in (*self._quotas.values(), *self._foreign_quotas.values(), *single):
                 quota.queue.clear()
             self._changed.notify_all()
             threads = list(self._threads)
@@ -247,24 +241,28 @@ class Server:
                 self._answer_other_version(reply)
             return error.reason
 
+        is_hello = request.kind is RequestKind.HELLO
         is_same_run = request.run == self._federation.run
         if is_same_run and request.receiver != self._agent_id:
             return "receiver"
         sender = request.sender
+        member: Member | None = None
         # The sender of a HELLO is found by its key: ids may differ between two files.
-        if request.kind is RequestKind.HELLO:
+        if is_hello:
             sender = self._ids.get(request.digest, self._agent_id)
-            former = self._former_members.get(request.digest)
-            if former is not None and is_same_run:
-                return self._greet_former(former, request, body, signature, reply)
-        member = self._federation.members.get(sender)
-        if member is None or sender == self._agent_id:
+            member = self._former_members.get(request.digest) if is_same_run else None
+        is_former = member is not None
+        if member is None and sender != self._agent_id:
+            member = self._federation.members.get(sender)
+        if member is None:
             return "member"
 
-        quota = self._quotas[sender] if is_same_run else self._foreign_quotas[sender]
+        quota = self._former_quota
+        if not is_former:
+            quota = self._quotas[sender] if is_same_run else self._foreign_quotas[sender]
         with self._changed:
             # A few BUSY answers beyond the limit let an honest member ask less often.
-            fewest = 1 - MAX_BUSY_ANSWERS if is_same_run else 1
+            fewest = 1 - MAX_BUSY_ANSWERS if is_same_run and not is_former else 1
             if quota.remaining(self._clock()) < fewest:
                 # Before the signature is verified, so that a flood is cheap.
                 return "rate"
@@ -282,13 +280,16 @@ class Server:
             quota.tokens -= cost if may_answer else 1
             reason = ""
             content: _AnswerContent = partial(self._answer_content, sender, request)
-            if not may_answer:
+            if is_former:
+                # It reaches this agent through a relay, and is told of the new version.
+                content = partial(self._hello_with_file, request.nonce)
+            elif not may_answer:
                 reason = "rate"
                 content = partial(Answer, AnswerStatus.BUSY)
-            elif not is_same_run and request.kind is not RequestKind.HELLO:
+            elif not is_same_run and not is_hello:
                 reason = "run"
                 content = partial(Answer, AnswerStatus.ANOTHER_RUN)
-            elif sender in self.incompatible and request.kind is not RequestKind.HELLO:
+            elif sender in self.incompatible and not is_hello:
                 reason = "version"
                 content = partial(Answer, AnswerStatus.ANOTHER_VERSION)
             elif len(quota.queue) >= MAX_PENDING:
@@ -296,24 +297,6 @@ class Server:
                 content = partial(Answer, AnswerStatus.BUSY)
             self._enqueue(quota, reply, content)
         return reason
-
-    def _greet_former(
-        self, former: Member, request: Request, body: BytesLike, signature: bytes, reply: Reply
-    ) -> str:
-        """Tell a former member, which reaches this agent through a relay, of the new version."""
-        quota = self._former_quota
-        with self._changed:
-            if quota.remaining(self._clock()) < 1:
-                return "rate"
-        if not former.verify(REQUEST_CONTEXT + body, signature):
-            return "signature"
-        with self._changed:
-            if not quota.accept_nonce(request.nonce):
-                return "replay"
-            quota.tokens -= 1
-            content = partial(self._hello_with_file, request.nonce)
-            self._enqueue(quota, reply, content)
-        return ""
 
     def _hello_with_file(self, nonce: bytes) -> Answer:
         """Return a description of this agent with the signed versions, if they fit."""
@@ -325,7 +308,7 @@ class Server:
 
     def _answer_other_version(self, reply: Reply) -> None:
         with self._changed:
-            quota = self._quotas[None]
+            quota = self._version_quota
             if quota.remaining(self._clock()) >= 1:
                 quota.tokens -= 1
                 content = partial(Answer, AnswerStatus.ANOTHER_VERSION)

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from fedcb2o.errors import RunError
@@ -159,25 +160,20 @@ class Https:
         elif self._handler is not None:
             data = encode_http(request)
             if len(data) <= MAX_REQUEST_BYTES:
-                self._handler(data, _Reply(respond))
+                self._handler(data, partial(_answer, respond))
 
 
-class _Reply:
-    """Function that answers one request over HTTPS."""
-
-    def __init__(self, respond: Responder) -> None:
-        self._respond = respond
-
-    def __call__(self, answer: Answer | None) -> None:
-        if answer is None:
-            return
-        status = answer.status
-        if status is not AnswerStatus.OK:
-            headers = [("retry-after", _RETRY_SECONDS)] if status.is_temporary else []
-            self._respond(status, headers, problem(status, _DETAILS[status]))
-            return
-        code = 206 if any(name == "content-range" for name, _ in answer.headers) else 200
-        self._respond(code, answer.headers, answer.body)
+def _answer(respond: Responder, answer: Answer | None) -> None:
+    """Answer a request over HTTPS; without an answer it is refused when `respond` is dropped."""
+    if answer is None:
+        return
+    status = answer.status
+    if status is not AnswerStatus.OK:
+        headers = [("retry-after", _RETRY_SECONDS)] if status.is_temporary else []
+        respond(status, headers, problem(status, _DETAILS[status]))
+        return
+    code = 206 if any(name == "content-range" for name, _ in answer.headers) else 200
+    respond(code, answer.headers, answer.body)
 
 
 def encode_http(request: HttpRequest) -> bytes:
