@@ -29,7 +29,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from fedcb2o.errors import ConfigError, FedCB2OError
@@ -507,19 +506,19 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
         return type(value)(to_python(item, arrays=arrays) for item in value)
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    is_array = isinstance(value, np.ndarray) or _is_tensor(value)
+    is_array = _is_of(value, "numpy", "ndarray") or _is_of(value, "torch", "Tensor")
     # Its `tolist` returns the same type, which JSON and TOML lack.
-    if isinstance(value, np.longdouble):
+    if _is_of(value, "numpy", "longdouble"):
         return float(value)
-    if isinstance(value, np.generic) or (arrays and is_array):
+    if _is_of(value, "numpy", "generic") or (arrays and is_array):
         return value.tolist()
     return value
 
 
-def _is_tensor(value: Any) -> bool:
-    # A process without PyTorch, such as a relay, has no tensors.
-    torch = sys.modules.get("torch")
-    return torch is not None and isinstance(value, torch.Tensor)
+def _is_of(value: Any, library: str, name: str) -> bool:
+    """Say whether a value has a type of a library, which a relay never imports."""
+    types = getattr(sys.modules.get(library), name, ())
+    return isinstance(value, types)
 
 
 def _validate(annotation: Any, value: Any) -> Any:

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import get_args
 
@@ -16,6 +17,7 @@ from fedcb2o.data import SampleValues
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership import read_federation, write_federation
 from fedcb2o.peer.membership.federation_schema import SampleSchema
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.relayed import open_transport
 
 LARGE = "{'torch', 'pandas', 'ray', 'scipy', 'matplotlib'}"
@@ -24,6 +26,7 @@ PROGRAM = (
     f"print('LOADED', *sorted({LARGE} & set(sys.modules)))"
 )
 MAX_RELAY_BYTES = 80 * 10**6
+MODEL = Answer(AnswerStatus.OK, bytes(2**20))
 
 
 def start(*words: object) -> subprocess.Popen[str]:
@@ -79,10 +82,13 @@ def test_a_relay_takes_at_most_80_megabytes(federation_file, organisations, rela
         open_transport(federation, one, relay=location, listen=False) for one in organisations[:2]
     )
     try:
-        second.serve(lambda request, reply: reply(None))
-        wait_for(lambda: 1 in first.connected_peers(), 30)
-        assert not [*first.ask(1, b"question", 5)]
-        assert resident_bytes(process.pid) < MAX_RELAY_BYTES
+        # Each answer in a thread of its own, so that the relay stores several at once.
+        second.serve(lambda request, reply: threading.Thread(target=reply, args=[MODEL]).start())
+        wait_for(lambda: 1 in first.connected_peers(), 60)
+        for _ in range(4):
+            questions = [first.ask(1, b"question", 60) for _ in range(8)]
+            assert sum(len([*answers]) for answers in questions) == 8
+            assert resident_bytes(process.pid) < MAX_RELAY_BYTES
     finally:
         first.close()
         second.close()

@@ -44,7 +44,7 @@ def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, 
         sender = RelayMailbox(identity.member, orgs[0])
         receiver = RelayMailbox(identity.member, orgs[1])
         with pytest.raises(FileNotFoundError):
-            sender.put(box, b"early", 0.1)
+            sender.put(box, b"early", 5.0)
         assert receiver.take(box, 0.0) == []
         sender.put(box, b"message", 5.0)
         wait_for(lambda: relay.connections() == {"org-0": 1, "org-1": 1, "org-2": 0})

@@ -51,11 +51,12 @@ def relay(
     """
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.wire.relay import Relay
+    from fedcb2o.peer.wire.relay import Relay, release_freed_memory
     from fedcb2o.peer.wire.relay_metrics import RelayMetrics
 
     federation = read_federation(file, check_experiment=False)
     keys = Identity.read(identity)
+    release_freed_memory()
     try:
         with contextlib.ExitStack() as stack:
             server = stack.enter_context(

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 from fedcb2o.errors import RemovedError
@@ -26,26 +27,22 @@ _PROBE_SECONDS = 60.0  # between two looks at members without a link
 _LAST_SECONDS = 1.0  # for members that compare digests with an agent that has finished
 
 
+@dataclass(eq=False)
 class PeerMonitor:
     """Monitor of the members that an agent trains with.
 
     Nothing is waited for after `stop`. The observer gets messages for the operator.
     """
 
-    def __init__(
-        self,
-        transport: Transport,
-        client: PeerClient,
-        stop: threading.Event,
-        observer: NodeObserver,
-    ) -> None:
-        self.transport = transport
-        self.client = client
-        self.stop = stop
-        self.observer = observer
-        self.federation = client.federation
-        self.agent_id = client.agent_id
-        self._ahead = Credit(client.federation.deadline_seconds)  # for members that are behind
+    transport: Transport
+    client: PeerClient
+    stop: threading.Event
+    observer: NodeObserver
+
+    def __post_init__(self) -> None:
+        self.federation = self.client.federation
+        self.agent_id = self.client.agent_id
+        self._ahead = Credit(self.federation.deadline_seconds)  # for members that are behind
         self._refusing = set[int]()
         self._compared = set[int]()  # members with a link whose version of the protocol is known
         self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS

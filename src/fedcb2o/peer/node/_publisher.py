@@ -5,6 +5,7 @@ written to the journal first.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,26 +18,17 @@ from fedcb2o.peer.wire.protocol import BytesLike, Manifest
 from fedcb2o.peer.wire.server import Server, Snapshot
 
 
+@dataclass
 class ModelPublisher:
     """Publisher of an agent's models through its server; `notify` tells the operator."""
 
-    def __init__(
-        self,
-        federation: Federation,
-        identity: Identity,
-        codec: Codec,
-        journal: SigningJournal,
-        server: Server,
-        notify: Callable[[str], None],
-    ) -> None:
-        self.federation = federation
-        self.identity = identity
-        self.codec = codec
-        self.journal = journal
-        self.server = server
-        self.notify = notify
-        self.agent_id = federation.id_of(identity.member)
-        self._has_notified = False
+    federation: Federation
+    identity: Identity
+    codec: Codec
+    journal: SigningJournal
+    server: Server
+    notify: Callable[[str], None]
+    _has_notified: bool = field(default=False, init=False)
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
         """Offer the model of round n to all peers, unless another one was signed."""
@@ -64,7 +56,7 @@ class ModelPublisher:
         manifest = Manifest.from_content(
             content,
             run=self.federation.run,
-            agent=self.agent_id,
+            agent=self.federation.id_of(self.identity.member),
             round=n,
             dim=len(theta),
             num_samples=num_samples,

@@ -8,6 +8,7 @@ in the privacy budget, because they may have been trained.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from fedcb2o.errors import RunError
 from fedcb2o.peer.node._peer_monitor import PeerMonitor
@@ -18,33 +19,25 @@ from fedcb2o.peer.wire.equivocation import SigningJournal
 _REPEAT_SECONDS = 0.5  # time for answers in later rounds
 
 
+@dataclass
 class SigningRecovery:
     """Recovery of the rounds that an agent must not sign again.
 
     Lost private rounds are added to `privacy`. `notify` shows a message to the operator.
     """
 
-    def __init__(
-        self,
-        journal: SigningJournal,
-        monitor: PeerMonitor,
-        name: str,
-        *,
-        privacy: PrivacyLedger,
-        rounds_done: int,
-        is_resumed: bool,
-        notify: Callable[[str], None],
-    ) -> None:
-        self.journal = journal
-        self.monitor = monitor
-        self.name = name
-        self.privacy = privacy
-        self.rounds_done = rounds_done
-        self.is_resumed = is_resumed
-        self.notify = notify
-        self.is_lost = is_resumed and not journal.is_complete
+    journal: SigningJournal
+    monitor: PeerMonitor
+    name: str
+    privacy: PrivacyLedger
+    rounds_done: int
+    is_resumed: bool
+    notify: Callable[[str], None]
+
+    def __post_init__(self) -> None:
+        self.is_lost = self.is_resumed and not self.journal.is_complete
         self.answered: set[int] = set()
-        self.newest_round = journal.last_round
+        self.newest_round = self.journal.last_round
 
     def start(self) -> None:
         """Ask the reachable members what this agent signed.

@@ -19,7 +19,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -79,6 +79,7 @@ class Arrival:
     row_owner: int
 
 
+@dataclass(eq=False)
 class PeerClient:
     """Client that asks other members for models and descriptions.
 
@@ -91,24 +92,17 @@ class PeerClient:
     have a protocol that is more than one minor version apart.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        identity: Identity,
-        transport: Transport,
-        ledger: Ledger,
-        codec: Codec,
-        dim: int,
-        stop: threading.Event | None = None,
-        on_removal: Callable[[str], None] = lambda notice: None,
-    ) -> None:
-        self.federation = federation
-        self.identity = identity
-        self.transport = transport
-        self.ledger = ledger
-        self.codec = codec
-        self.dim = dim
-        self.agent_id = federation.id_of(identity.member)
+    federation: Federation
+    identity: Identity
+    transport: Transport
+    ledger: Ledger
+    codec: Codec
+    dim: int
+    stop: threading.Event = field(default_factory=threading.Event)
+    on_removal: Callable[[str], None] = lambda notice: None
+
+    def __post_init__(self) -> None:
+        self.agent_id = self.federation.id_of(self.identity.member)
         self.last_rounds: dict[int, int] = {}
         self.announced_rounds: dict[int, int] = {}
         self.announcement_times: dict[int, float] = {}
@@ -117,9 +111,7 @@ class PeerClient:
         self.incompatible: set[int] = set()
         self.received_bytes = 0
         self.has_logged_error = False
-        self.stop = threading.Event() if stop is None else stop
         self.lock = threading.Lock()
-        self._on_removal = on_removal
         self._audited: set[int] = set()  # peers whose answer to an audit is awaited
         self._inquired: set[int] = set()  # peers whose answer to HELLO is awaited
         self._files_read = Counter[int]()
@@ -228,7 +220,7 @@ class PeerClient:
         if may_read:
             content = str(file).encode("utf-8", "replace")
             if notice := removal_notice(self.federation, self.identity.member, content):
-                self._on_removal(notice)
+                self.on_removal(notice)
 
     def inquire(self, peers: Iterable[int]) -> None:
         """Ask members that gave no model for their description, in the background.
@@ -299,14 +291,14 @@ class PeerClient:
         return {i: rows[i] for i in arrivals}
 
 
+@dataclass
 class _PeerSession:
     """Requests to one peer until a time; counts the received bytes."""
 
-    def __init__(self, client: PeerClient, peer: int, end: float) -> None:
-        self.client = client
-        self.peer = peer
-        self.end = end
-        self.received_bytes = 0
+    client: PeerClient
+    peer: int
+    end: float
+    received_bytes: int = 0
 
     def ask(
         self,
@@ -547,18 +539,18 @@ class _Exchange:
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
+@dataclass(eq=False)
 class _ModelDownload:
     """Download of one peer's model into a row: manifest, then chunks."""
 
-    def __init__(
-        self, client: PeerClient, n: int, peer: int, row: Float[Tensor, " d"], deadline: float
-    ) -> None:
-        self.client = client
-        self.n = n
-        self.peer = peer
-        self.row = row
-        self.deadline = deadline
-        self.session = _PeerSession(client, peer, deadline)
+    client: PeerClient
+    n: int
+    peer: int
+    row: Float[Tensor, " d"]
+    deadline: float
+
+    def __post_init__(self) -> None:
+        self.session = _PeerSession(self.client, self.peer, self.deadline)
         self.is_open = True
         self.lock = threading.Lock()
 

@@ -122,7 +122,7 @@ class FolderMailbox:
             text = f"it belongs to another user (number {status.st_uid})"
             raise OSError(errno.EPERM, text, str(place))
 
-    def publish_card(self, name: str, card: bytes) -> None:
+    def publish_card(self, name: str, card: BytesLike) -> None:
         with self._open("cards") as cards:
             if card:
                 self._write(cards, name, card)

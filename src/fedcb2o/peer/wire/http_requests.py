@@ -32,7 +32,7 @@ class HttpRequest:
     method: str
     target: str
     headers: Mapping[str, str]
-    body: bytes
+    body: BytesLike
     member: Member | None
 
 
@@ -121,7 +121,7 @@ class RequestParser:
         assert head is not None
         headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
         target = head.target.decode("ascii")
-        return HttpRequest(head.method.decode(), target, headers, bytes(self._body), member)
+        return HttpRequest(head.method.decode(), target, headers, self._body, member)
 
     def answer_head(self, code: int, headers: Sequence[tuple[str, str]], length: int) -> bytes:
         """Return the head of the answer, whose body has `length` bytes."""

@@ -6,6 +6,7 @@ member may store and take depends on its name. A former member gets the signed v
 federation, and nothing else.
 """
 
+import ctypes
 import logging
 import math
 import re
@@ -39,6 +40,7 @@ from fedcb2o.peer.wire.mailbox import (
     read_signed_target,
 )
 from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.protocol import BytesLike
 from fedcb2o.peer.wire.sealing import CARD_BYTES
 from fedcb2o.peer.wire.transport import federation_state
 
@@ -66,6 +68,19 @@ _STORE_POLL_SECONDS = 1.0
 _PLACE = re.compile(
     r"/v1/(cards|boxes|federation)(?:/([a-z0-9./-]{1,120}))?(?:\?wait=([0-9.]{1,8}))?"
 )
+
+
+_MMAP_THRESHOLD = -3  # parameter of glibc's mallopt
+_MAX_KEPT_BYTES = 2**17
+
+
+def release_freed_memory() -> None:
+    """Make glibc return the memory of each freed message to the system.
+
+    Otherwise it raises its threshold with every large message, and each thread keeps some of them.
+    """
+    with suppress(AttributeError, OSError):  # another library of C
+        ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAX_KEPT_BYTES)
 
 
 class Relay:
@@ -280,7 +295,7 @@ class Relay:
             yield name.encode()
             yield card
 
-    def _store(self, sender: str, box: str, message: bytes) -> tuple[int, bytes]:
+    def _store(self, sender: str, box: str, message: BytesLike) -> tuple[int, bytes]:
         """Store a message, unless there is no such box or it has too many of this sender."""
         receiver = box.partition("/")[0]
         outcome = "full"
@@ -327,7 +342,7 @@ class _StoredBytes:
         self._lock = threading.Lock()
         self._sender_locks = defaultdict[str, threading.Lock](threading.Lock)
 
-    def put(self, box: str, message: bytes, sender: str) -> bool:
+    def put(self, box: str, message: BytesLike, sender: str) -> bool:
         """Store a message and return True, unless the box has too many of this sender.
 
         `box` is "MEMBER/SESSION" of the receiver. An OSError says that there is no such box, or
