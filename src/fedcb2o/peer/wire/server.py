@@ -281,7 +281,7 @@ class Server:
             reason = ""
             content: _AnswerContent = partial(self._answer_content, sender, request)
             if is_former:
-                # It reaches this agent through a relay, and is told of the new version.
+                # Only a relay leads to it; it gets the new version.
                 content = partial(self._hello_with_file, request.nonce)
             elif not may_answer:
                 reason = "rate"
