@@ -9,7 +9,7 @@ import numpy as np
 from tests.peer.nodes import nodes
 from tests.tiny import ENVIRONMENT
 
-from fedcb2o.peer.membership import read_federation
+from fedcb2o.peer import read_federation
 
 CLIENT = Path(__file__).with_name("client.py")
 

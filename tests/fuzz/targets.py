@@ -39,8 +39,8 @@ from tests.peer.members import federated, identities
 from fedcb2o.data.sets import arrays
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.nn import parameters
-from fedcb2o.peer import _backup, _metrics_server
-from fedcb2o.peer.membership import Federation, Identity, amend_federation, certificates
+from fedcb2o.peer import Federation, Identity, _backup, _metrics_server, amend_federation
+from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership import federation as federation_files
 from fedcb2o.peer.membership.identity import SIGNED_VERSIONS_FILE, Member, parse_bounded_toml
 from fedcb2o.peer.node import _agent, _preflight

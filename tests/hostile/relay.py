@@ -24,7 +24,7 @@ from tests.peer.nodes import FORKED, Nodes
 from tests.peer.relays import CARD_BYTES, Relayed, RelayMailbox, SealedKind, Session
 from tests.peer.waiting import wait_for
 
-from fedcb2o.peer.membership import Identity, read_federation
+from fedcb2o.peer import Identity, read_federation
 from fedcb2o.peer.wire.mailbox import FORMER_MEMBER, join_messages, split_messages
 from fedcb2o.peer.wire.protocol import Request, RequestKind
 from fedcb2o.peer.wire.relay import Relay

@@ -15,7 +15,7 @@ from tests.hostile.attacks import ATTACKS, INVALID, STRANGER, Attacker
 from tests.peer.nodes import nodes
 
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership import read_federation
+from fedcb2o.peer import read_federation
 from fedcb2o.peer.node import build_network
 
 HONEST = 4

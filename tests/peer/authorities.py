@@ -14,7 +14,8 @@ from cryptography.hazmat.primitives.serialization import (
     load_pem_private_key,
 )
 
-from fedcb2o.peer.membership import Identity, Member, certificates
+from fedcb2o.peer import Identity, Member
+from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.wire.tls import client_context
 
 

@@ -4,7 +4,7 @@ import pytest
 from tests.peer.members import federated, forget_signed_versions, identities
 from tests.peer.relays import behind_nat
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 
 
 @pytest.fixture(scope="module")

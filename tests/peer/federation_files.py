@@ -6,7 +6,7 @@ import pytest
 import tomli_w
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import read_federation, sign_federation
+from fedcb2o.peer import read_federation, sign_federation
 
 
 def assert_refused(path, match=None, **options):

@@ -25,7 +25,7 @@ import numpy as np
 from tests.peer import raw
 
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership import Federation, Identity, read_federation
+from fedcb2o.peer import Federation, Identity, read_federation
 from fedcb2o.peer.node import build_network
 from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,

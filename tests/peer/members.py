@@ -9,7 +9,8 @@ from typing import Any
 from tests.tiny import tiny
 
 from fedcb2o.data import digits
-from fedcb2o.peer.membership import Federation, Identity, federation, make_federation
+from fedcb2o.peer import Federation, Identity, make_federation
+from fedcb2o.peer.membership import federation
 
 
 def free_ports(n: int) -> list[int]:

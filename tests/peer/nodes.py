@@ -41,7 +41,7 @@ def _run(
     """Run one node in its process, with stdout and stderr in the log file next to `out`."""
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.loading import load
-    from fedcb2o.peer.membership import read_federation
+    from fedcb2o.peer import read_federation
     from fedcb2o.peer.node import Node, load_member_dataset
 
     log = out.with_suffix(".log").open("a", buffering=1)

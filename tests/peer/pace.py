@@ -17,7 +17,7 @@ from tests.peer.wire import Wire
 import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.nn import parameters
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.node import Node, build_network
 from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,

@@ -6,7 +6,7 @@ import ssl
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire.tls import close_wrapped
 
 Respond = Callable[[str, Mapping[str, str]], Iterable[bytes]]

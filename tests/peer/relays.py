@@ -15,7 +15,7 @@ from tests.peer.members import free_ports
 from tests.peer.nodes import FORKED
 from tests.peer.waiting import wait_for
 
-from fedcb2o.peer.membership import (
+from fedcb2o.peer import (
     Federation,
     Identity,
     amend_federation,

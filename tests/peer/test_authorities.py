@@ -24,16 +24,16 @@ from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import (
+from fedcb2o.peer import (
     Federation,
     Identity,
     Member,
     amend_federation,
-    certificates,
     read_federation,
     sign_federation,
     write_federation,
 )
+from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.wire.probe import probe_member
 from fedcb2o.peer.wire.relay import Relay
 from fedcb2o.peer.wire.tls import close_wrapped

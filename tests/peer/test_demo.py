@@ -18,7 +18,8 @@ from tests.processes import living, needs_proc
 from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.peer.membership import Identity, federation, make_federation
+from fedcb2o.peer import Identity, make_federation
+from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import _demo
 from fedcb2o.peer.node._byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
 from fedcb2o.peer.wire import protocol

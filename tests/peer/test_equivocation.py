@@ -14,7 +14,7 @@ from tests.peer.members import federated, identities
 
 from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer.membership import Federation, Identity, amend_federation, write_federation
+from fedcb2o.peer import Federation, Identity, amend_federation, write_federation
 from fedcb2o.peer.wire import equivocation as room
 from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
 from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest, decode_manifest

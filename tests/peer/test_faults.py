@@ -27,10 +27,10 @@ from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT, FEDCB2O
 
 from fedcb2o.data import digits
-from fedcb2o.peer import load_model
-from fedcb2o.peer.membership import (
+from fedcb2o.peer import (
     Identity,
     amend_federation,
+    load_model,
     read_federation,
     sign_federation,
     write_federation,

@@ -14,14 +14,8 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.tables import presets
-from fedcb2o.peer.membership import (
-    Identity,
-    Member,
-    federation,
-    make_federation,
-    read_federation,
-    write_federation,
-)
+from fedcb2o.peer import Identity, Member, make_federation, read_federation, write_federation
+from fedcb2o.peer.membership import federation
 
 
 def test_a_federation_file_contains_all_agreed_settings(federation_file, organisations):

@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.peer.federation_files import assert_refused
 from tests.tiny import run_cli
 
-from fedcb2o.peer.membership import Identity, Member, read_federation
+from fedcb2o.peer import Identity, Member, read_federation
 
 
 def test_commands_from_keys_to_a_signed_version(tmp_path):

@@ -11,15 +11,14 @@ from tests.peer.federation_files import assert_refused, edit, set_value, sign_an
 from tests.peer.members import federated, forget_signed_versions
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import (
+from fedcb2o.peer import (
     Identity,
     amend_federation,
-    certificates,
-    federation,
     read_federation,
     sign_federation,
     write_federation,
 )
+from fedcb2o.peer.membership import certificates, federation
 
 
 @pytest.mark.parametrize(("n", "majority"), [(2, 2), (3, 2), (4, 3), (5, 3), (8, 5)])

@@ -14,7 +14,8 @@ from tests.peer.members import federated
 
 from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import federation, read_federation, write_federation
+from fedcb2o.peer import read_federation, write_federation
+from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import build_network
 from fedcb2o.peer.node._agent import agent_from_dataset
 

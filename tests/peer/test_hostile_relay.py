@@ -20,7 +20,7 @@ from tests.peer.relays import (
 )
 from tests.peer.waiting import wait_for
 
-from fedcb2o.peer.membership import Identity, Member
+from fedcb2o.peer import Identity, Member
 from fedcb2o.peer.wire import pace, relayed
 from fedcb2o.peer.wire import relay as relay_module
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError

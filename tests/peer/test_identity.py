@@ -26,7 +26,8 @@ from tests.peer.members import identities
 from tests.tiny import ENVIRONMENT, run_cli
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import Identity, Member, certificates
+from fedcb2o.peer import Identity, Member
+from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership.identity import parse_bounded_toml
 
 ENDPOINT = "127.0.0.1:7447"

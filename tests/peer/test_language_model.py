@@ -10,7 +10,7 @@ from tests.peer.test_node import assert_same, model_of, run_all, simulation_of, 
 from fedcb2o import Dataset, pretrained
 from fedcb2o.data import tokenise
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.peer.membership import make_federation
+from fedcb2o.peer import make_federation
 
 pytestmark = [
     pytest.mark.skipif(find_spec("peft") is None, reason="needs the extra `llm`"),

@@ -15,7 +15,7 @@ from tests.tiny import ENVIRONMENT
 
 from fedcb2o.data import SampleValues
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import read_federation, write_federation
+from fedcb2o.peer import read_federation, write_federation
 from fedcb2o.peer.membership.federation_schema import SampleSchema
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.relayed import open_transport

@@ -17,7 +17,7 @@ from tests.peer.members import federated, identities
 from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import Clock, wait_for
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import dialer, listener
 from fedcb2o.peer.wire import pace as pace_module
 from fedcb2o.peer.wire import tls as tls_module

@@ -23,7 +23,7 @@ from tests.peer.test_transport import answering, ask
 from tests.peer.waiting import wait_for
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import Identity
+from fedcb2o.peer import Identity
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.probe import probe_member
 from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest

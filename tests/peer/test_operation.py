@@ -27,14 +27,9 @@ from fedcb2o.cli.log_output import (
     stderr_logging,
 )
 from fedcb2o.errors import ConfigError, RemovedError, RunError
+from fedcb2o.peer import Identity, amend_federation, sign_federation, write_federation
 from fedcb2o.peer._backup import back_up, restore
-from fedcb2o.peer.membership import (
-    Identity,
-    amend_federation,
-    passphrase,
-    sign_federation,
-    write_federation,
-)
+from fedcb2o.peer.membership import passphrase
 from fedcb2o.peer.node import NullObserver, _preflight
 from fedcb2o.peer.node._metrics import NodeMetrics
 from fedcb2o.peer.report._round_log import RoundLog

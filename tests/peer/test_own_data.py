@@ -25,7 +25,8 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.kernels import _autotune
-from fedcb2o.peer.membership import federation, make_federation
+from fedcb2o.peer import make_federation
+from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import Node, _agent, open_run
 from fedcb2o.peer.report import write_node_report
 from fedcb2o.peer.report._live_table import _format_scores

@@ -21,7 +21,7 @@ from tests.tiny import run_cli
 from typer.testing import CliRunner
 
 from fedcb2o.cli import app
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
 from fedcb2o.peer.node import _preflight as checking
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, decode_request, encode_hello

@@ -13,7 +13,7 @@ from tests.peer.wire import Wire
 
 from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
-from fedcb2o.peer.membership import make_federation
+from fedcb2o.peer import make_federation
 from fedcb2o.peer.node import Node, NullObserver
 from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
 from fedcb2o.peer.report import PeerRecords

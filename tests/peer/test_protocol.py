@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import dialer, http_requests, listener, pace, protocol, server
 from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,

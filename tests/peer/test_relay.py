@@ -21,7 +21,7 @@ from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer.membership import Federation, Identity, write_federation
+from fedcb2o.peer import Federation, Identity, write_federation
 from fedcb2o.peer.wire import relay as relay_module
 from fedcb2o.peer.wire import relayed
 from fedcb2o.peer.wire.protocol import Answer

@@ -8,7 +8,7 @@ import pytest
 from tests.peer import members, relays
 from tests.peer.relays import RelayMailbox, behind_nat, next_version
 
-from fedcb2o.peer.membership import Federation, Identity, write_federation
+from fedcb2o.peer import Federation, Identity, write_federation
 from fedcb2o.peer.node import CheckResult, check_members
 from fedcb2o.peer.wire.relay import Relay
 

@@ -11,12 +11,7 @@ from tests.peer import members, relays
 from tests.peer.relays import FormerMemberError, Relayed, RelayMailbox, next_version
 from tests.peer.waiting import wait_for
 
-from fedcb2o.peer.membership import (
-    Identity,
-    amend_federation,
-    sign_federation,
-    write_federation,
-)
+from fedcb2o.peer import Identity, amend_federation, sign_federation, write_federation
 from fedcb2o.peer.node import _preflight
 from fedcb2o.peer.wire import relay as relay_module
 from fedcb2o.peer.wire import relayed as relayed_module

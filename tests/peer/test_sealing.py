@@ -6,7 +6,7 @@ import pytest
 from tests.peer import members
 from tests.peer.relays import CARD_BYTES, SealedKind, Session, behind_nat
 
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import sealing
 from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.sealing import Replays

@@ -10,7 +10,7 @@ import pytest
 from tests.peer.members import federated, identities
 from tests.peer.waiting import wait_for
 
-from fedcb2o.peer.membership import (
+from fedcb2o.peer import (
     Federation,
     Identity,
     amend_federation,

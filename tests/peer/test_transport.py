@@ -22,7 +22,7 @@ from tests.peer.wire import Wire
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.peer.membership import Federation, Identity
+from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.membership import federation as federations
 from fedcb2o.peer.wire.dialer import MAX_ANSWER_BYTES
 from fedcb2o.peer.wire.listener import MAX_CONNECTIONS

@@ -36,6 +36,20 @@ __all__ = [
     "write_federation",
 ]
 
+_HOMES = {
+    "membership._agreement": ("make_federation",),
+    "membership.federation": (
+        "Federation",
+        "amend_federation",
+        "read_federation",
+        "sign_federation",
+        "write_federation",
+    ),
+    "membership.identity": ("Identity", "Member"),
+    "node._agent": ("load_model",),
+    "node._node": ("Node",),
+}
+
 for _module in ("cryptography", "h11", "urllib3", "zstandard"):
     if find_spec(_module) is None:
         raise ConfigError(
@@ -43,10 +57,10 @@ for _module in ("cryptography", "h11", "urllib3", "zstandard"):
         )
 
 
-def __getattr__(name: str) -> object:
-    if name in __all__:
-        package = "node" if name in ("Node", "load_model") else "membership"
-        return getattr(importlib.import_module(f"fedcb2o.peer.{package}"), name)
+def __getattr__(name: str) -> object:  # lazy: a relay starts without PyTorch
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"fedcb2o.peer.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

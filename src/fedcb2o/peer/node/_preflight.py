@@ -290,9 +290,11 @@ def _ask_all(
             answers = transport.ask(id, request.encode(identity.sign), timeout)
             pending[id] = nonce, sent, answers, way
         for id, (nonce, sent, answers, way) in pending.items():
-            if _read_reply(replies, id, federation.members[id], nonce, sent, answers):
-                replies[id] = replace(replies[id], way=way)
-                missing.discard(id)
+            for answer in answers:
+                reply = _decode_reply(answer, nonce, federation.members[id], sent)
+                replies[id] = replace(reply, way=way)
+                if reply.content is not None:
+                    missing.discard(id)
         time.sleep(0.1)
     return replies
 
@@ -303,22 +305,6 @@ def _describe_way(transport: Transport, id: int) -> str:
         return ""
     is_direct = id in transport.direct.connected_peers()
     return "asked directly" if is_direct else "asked through the relay"
-
-
-def _read_reply(
-    replies: dict[int, _HelloReply],
-    id: int,
-    member: Member,
-    nonce: bytes,
-    sent: float,
-    answers: Iterable[Answer],
-) -> bool:
-    """Store a member's first valid or last reply; return its validity."""
-    for answer in answers:
-        replies[id] = _decode_reply(answer, nonce, member, sent)
-        if replies[id].content is not None:
-            return True
-    return False
 
 
 def _wait_for_checkers(

@@ -71,7 +71,12 @@ _REFUSED = "the request is malformed, unsigned, repeated, too frequent, or for a
 _FORMER_PROTOCOL = re.compile(rb"..\x41\x09", re.DOTALL)
 """First bytes of a link of fedcb2o 0.2."""
 FORMER_RELEASE = "fedcb2o 0.2 or older: 0.3 speaks HTTPS, and all members must update"
-
+_LISTEN_ERRORS = {
+    errno.EADDRINUSE: "the port is in use; is another peer running? Stop it first",
+    errno.EADDRNOTAVAIL: "no address of this machine; if others reach it by the address of another "
+    "machine, say what to bind here: --listen 0.0.0.0:PORT",
+    errno.EACCES: "permission denied; take a port above 1023",
+}
 
 OnRequest: TypeAlias = Callable[[HttpRequest, "Responder"], None]
 Authenticate: TypeAlias = Callable[[HttpRequest], Member | None]
@@ -102,23 +107,8 @@ def open_listening_socket(address: str) -> socket.socket:
     try:
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
     except OSError as error:
-        raise _listen_error(address, error) from error
-
-
-def _listen_error(address: str, error: OSError) -> RunError:
-    if error.errno == errno.EADDRINUSE:
-        return RunError(
-            f"cannot listen on {address}: the port is in use; is another peer running? "
-            "Stop it first"
-        )
-    if error.errno == errno.EADDRNOTAVAIL:
-        return RunError(
-            f"cannot listen on {address}: no address of this machine; if others reach it by the "
-            "address of another machine, say what to bind here: --listen 0.0.0.0:PORT"
-        )
-    if error.errno == errno.EACCES:
-        return RunError(f"cannot listen on {address}: permission denied; take a port above 1023")
-    return RunError(f"cannot listen on {address}: {error.strerror or error}")
+        reason = _LISTEN_ERRORS.get(error.errno or 0, error.strerror or error)
+        raise RunError(f"cannot listen on {address}: {reason}") from error
 
 
 class TlsStream:
