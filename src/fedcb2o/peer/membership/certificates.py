@@ -255,11 +255,7 @@ def _key_usage(*, sign: bool) -> x509.KeyUsage:
 
 
 def _certificate_builder(
-    name: str,
-    issuer: x509.Name,
-    key: ec.EllipticCurvePrivateKey,
-    now: datetime,
-    until: datetime,
+    name: str, issuer: x509.Name, key: ec.EllipticCurvePrivateKey, now: datetime, until: datetime
 ) -> x509.CertificateBuilder:
     return (
         x509.CertificateBuilder()

@@ -232,10 +232,7 @@ def unsigned_members(version: Version, previous: MembersById) -> list[str]:
 
 
 def add_signature(
-    version: Version,
-    hashes: Sequence[bytes],
-    members: Sequence[MembersById],
-    identity: Identity,
+    version: Version, hashes: Sequence[bytes], members: Sequence[MembersById], identity: Identity
 ) -> Version:
     """Sign the last version, after an entry in the journal of the identity.
 

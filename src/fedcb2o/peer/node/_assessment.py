@@ -127,12 +127,7 @@ class SelfAssessment:
         reference = self.group.reference(0)
         references = None if reference is None else [reference, reference]
         predicted = measure_samples(
-            spec.module,
-            models,
-            torch.arange(2),
-            self.test,
-            predicted_class,
-            references=references,
+            spec.module, models, torch.arange(2), self.test, predicted_class, references=references
         ).numpy()
         labels = self.test.y.cpu().numpy()
         return gain_record(predicted[0] == labels, predicted[1] == labels, labels, self.class_names)

@@ -33,10 +33,7 @@ from fedcb2o.experiments.config.datasets import build_population, load_dataset, 
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.peer.membership._agreement import make_federation
-from fedcb2o.peer.membership.federation import (
-    read_federation,
-    write_federation,
-)
+from fedcb2o.peer.membership.federation import read_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import write_toml

@@ -52,11 +52,7 @@ from fedcb2o.peer.node._reasons import (
 )
 from fedcb2o.peer.node._recovery import SigningRecovery
 from fedcb2o.peer.node._run_directory import open_run
-from fedcb2o.peer.wire.client import (
-    BLAMELESS_REASONS,
-    PeerClient,
-    StoppedError,
-)
+from fedcb2o.peer.wire.client import BLAMELESS_REASONS, PeerClient, StoppedError
 from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, Ledger, SigningJournal
 from fedcb2o.peer.wire.relayed import open_transport

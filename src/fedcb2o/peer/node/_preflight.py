@@ -154,11 +154,7 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
     """Return the result of the relay, or of the folder in its place."""
     mailbox = relayed.mailbox
     if isinstance(mailbox, RelayMailbox):
-        probe = probe_member(
-            mailbox.relay,
-            identity,
-            program="`fedcb2o peer relay`",
-        )
+        probe = probe_member(mailbox.relay, identity, program="`fedcb2o peer relay`")
         notes = _describe_expiry(probe.expires) if probe.expires else ()
         if relayed.removal:
             return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)

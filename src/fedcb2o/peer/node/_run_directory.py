@@ -87,9 +87,7 @@ def _check_same_run(
             "would sign second models for its rounds, which the others take for fraud"
         )
     previous = read_federation(
-        out / _FEDERATION_FILE,
-        allowed_functions=federation.allowed_functions,
-        allow_unsigned=True,
+        out / _FEDERATION_FILE, allowed_functions=federation.allowed_functions, allow_unsigned=True
     )
     if not federation.is_successor_of(previous):
         raise RunError(

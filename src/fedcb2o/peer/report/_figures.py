@@ -229,12 +229,7 @@ def draw_response_times(
             continue
         low, middle, high = np.quantile(seconds[peer], [0.1, 0.5, 0.9])
         ax.plot(
-            [low, high],
-            [y, y],
-            color=PALETTE[5],
-            linewidth=4,
-            alpha=0.55,
-            solid_capstyle="round",
+            [low, high], [y, y], color=PALETTE[5], linewidth=4, alpha=0.55, solid_capstyle="round"
         )
         ax.plot([middle], [y], "o", color=PALETTE[0], markersize=5)
     ax.set_xlim(left=0)

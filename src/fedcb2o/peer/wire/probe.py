@@ -42,10 +42,7 @@ class ProbeResult:
 
 
 def probe_member(
-    member: Member,
-    identity: Identity,
-    *,
-    program: str = "`fedcb2o peer run` or `peer check`",
+    member: Member, identity: Identity, *, program: str = "`fedcb2o peer run` or `peer check`"
 ) -> ProbeResult:
     """Send a member a request as a link does, trusting only its root.
 
