@@ -20,7 +20,7 @@ from fedcb2o.federated.evaluation.metrics import (
     Score,
     compute_metrics,
 )
-from fedcb2o.peer.report._peer_records import RoundRecord
+from fedcb2o.peer.report.peer_records import RoundRecord
 from fedcb2o.records import (
     METRICS,
     OPTIONAL_METRICS,

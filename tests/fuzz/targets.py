@@ -43,8 +43,9 @@ from fedcb2o.peer import Federation, Identity, _backup, _metrics_server, amend_f
 from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership import federation as federation_files
 from fedcb2o.peer.membership.identity import SIGNED_VERSIONS_FILE, Member, parse_bounded_toml
-from fedcb2o.peer.node import _agent, _preflight
-from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.node import agent as agent_module
+from fedcb2o.peer.node import preflight
+from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.peer.wire import mailbox as mailbox_module
 from fedcb2o.peer.wire import protocol, sealing
 from fedcb2o.peer.wire import relay as relay_module
@@ -325,17 +326,17 @@ def hello(data: bytes) -> None:
     member = world().other.member
     signed = data + world().other.sign(protocol.HELLO_CONTEXT + NONCE + data)
     answer = protocol.Answer(protocol.AnswerStatus.OK, signed)
-    reply = _preflight._decode_reply(answer, NONCE, member, time.time())
-    result = _preflight._member_result(world().first, member, reply, True, ProbeResult())
-    claim = _preflight.describe_relay_version(world().first, reply.content or {})
-    for shown in (*_preflight.format_results([result]), claim):
+    reply = preflight._decode_reply(answer, NONCE, member, time.time())
+    result = preflight._member_result(world().first, member, reply, True, ProbeResult())
+    claim = preflight.describe_relay_version(world().first, reply.content or {})
+    for shown in (*preflight.format_results([result]), claim):
         assert shown.isprintable()
         assert len(shown) <= MAX_LINE
-    _preflight._shown_removal(world().first, world().own, [reply])
+    preflight._shown_removal(world().first, world().own, [reply])
 
 
 def hello_seeds() -> list[bytes]:
-    content = _preflight.hello_content(world().first, world().other, round=3, rounds=20)
+    content = preflight.hello_content(world().first, world().other, round=3, rounds=20)
     file = federation_files.file_content(world().second).decode()
     claims = [
         content,
@@ -653,18 +654,18 @@ def metrics_seeds() -> list[bytes]:
 
 @functools.cache
 def _network() -> Any:
-    return _agent.build_network(world().first)
+    return agent_module.build_network(world().first)
 
 
 def saved_model(data: bytes) -> None:
     """A model.safetensors from elsewhere, next to a valid federation file."""
     world().write("model.safetensors", data)
     with (
-        mock.patch.object(_agent, "build_network", return_value=_network()),
-        mock.patch.object(_agent, "read_federation", return_value=world().first),
+        mock.patch.object(agent_module, "build_network", return_value=_network()),
+        mock.patch.object(agent_module, "read_federation", return_value=world().first),
         suppress(RunError),
     ):
-        _agent.load_model(world().folder)
+        agent_module.load_model(world().folder)
 
 
 def saved_model_seeds() -> list[bytes]:

@@ -16,7 +16,7 @@ from tests.peer.nodes import nodes
 
 from fedcb2o.nn import parameters
 from fedcb2o.peer import read_federation
-from fedcb2o.peer.node import build_network
+from fedcb2o.peer.node.agent import build_network
 
 HONEST = 4
 CHANGES = {"rounds": 10**6, "agents": {"benign": 5, "malicious": 0, "budget": 3}}

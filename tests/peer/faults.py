@@ -45,14 +45,14 @@ def clock(hours: float) -> None:
 
 def minor_version(minor: int) -> None:
     """Run as a release with this minor version of the protocol."""
-    from fedcb2o.peer.node import _preflight
+    from fedcb2o.peer.node import preflight
 
-    _preflight.MINOR_VERSION = minor
+    preflight.MINOR_VERSION = minor
 
 
 def slow(seconds: float) -> None:
     """Delay the training of each round by `seconds`."""
-    from fedcb2o.peer.node import PeerEngine
+    from fedcb2o.peer.node.engine import PeerEngine
 
     train_ = PeerEngine.train_
 

@@ -26,7 +26,7 @@ from tests.peer import raw
 
 from fedcb2o.nn import parameters
 from fedcb2o.peer import Federation, Identity, read_federation
-from fedcb2o.peer.node import build_network
+from fedcb2o.peer.node.agent import build_network
 from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,
     SIGNATURE_BYTES,

@@ -24,7 +24,7 @@ FORKED = multiprocessing.get_context("forkserver")
 FORKED.set_forkserver_preload(
     [
         "tests.peer.nodes",
-        "fedcb2o.peer.node._node",
+        "fedcb2o.peer.node.node",
         "fedcb2o.data.sets._scikit_learn",
         "sklearn.datasets",
     ]
@@ -42,7 +42,8 @@ def _run(
     from fedcb2o.errors import FedCB2OError
     from fedcb2o.experiments.config.loading import load
     from fedcb2o.peer import read_federation
-    from fedcb2o.peer.node import Node, load_member_dataset
+    from fedcb2o.peer.node.agent import load_member_dataset
+    from fedcb2o.peer.node.node import Node
 
     log = out.with_suffix(".log").open("a", buffering=1)
     os.dup2(log.fileno(), 1)

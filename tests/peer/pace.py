@@ -18,7 +18,8 @@ import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.nn import parameters
 from fedcb2o.peer import Federation, Identity
-from fedcb2o.peer.node import Node, build_network
+from fedcb2o.peer.node.agent import build_network
+from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,

@@ -10,9 +10,10 @@ from tests.peer.test_node import in_memory, lines_of, run_all, simulation_of
 
 from fedcb2o.federated.evaluation.gain import gain_record, paired_gain
 from fedcb2o.federated.evaluation.membership import attack_auc, true_positive_rate
-from fedcb2o.peer.node._assessment import BASELINE_FILE
-from fedcb2o.peer.report import PeerRecords, write_node_report
-from fedcb2o.peer.report._live_table import _format_scores
+from fedcb2o.peer.node.assessment import BASELINE_FILE
+from fedcb2o.peer.report.live_table import _format_scores
+from fedcb2o.peer.report.node_page import write_node_report
+from fedcb2o.peer.report.peer_records import PeerRecords
 
 
 def correct_predictions(b: int, c: int, n: int) -> tuple[np.ndarray, np.ndarray]:

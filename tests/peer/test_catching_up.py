@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tests.peer import members, pace
 
-from fedcb2o.peer.node import PeerMonitor, _peer_monitor
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.wire.patience import Backoff
 
 ROUNDS, LAG = 120, 4
@@ -170,7 +170,7 @@ def simulate(tmp_path, monkeypatch):
 
     def run(n, **options):
         world = World(tmp_path, n, **options)
-        monkeypatch.setattr(_peer_monitor, "time", world.clock)
+        monkeypatch.setattr(peer_monitor, "time", world.clock)
         return world.run()
 
     return run

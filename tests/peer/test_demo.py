@@ -20,8 +20,8 @@ from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer import Identity, make_federation
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import _demo
-from fedcb2o.peer.node._byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
+from fedcb2o.peer.node import demo
+from fedcb2o.peer.node.byzantine_peer import EQUIVOCATION_START, FAULTS, ByzantinePeer
 from fedcb2o.peer.wire import protocol
 from fedcb2o.peer.wire.client import number_fault
 from fedcb2o.peer.wire.compression import RawCodec
@@ -140,9 +140,9 @@ def test_the_byzantine_peer_equivocates_in_the_last_rounds(parties):
 
 
 def test_result_tables_match_the_run_directories(tmp_path):
-    kinds = [_demo.BENIGN, _demo.BENIGN, _demo.FLIPPER, _demo.GARBAGE]
+    kinds = [demo.BENIGN, demo.BENIGN, demo.FLIPPER, demo.GARBAGE]
     agents = [
-        _demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
+        demo.DemoAgent(name, kind, tmp_path / "keys", tmp_path / name, tmp_path / "log")
         for name, kind in zip("abcd", kinds, strict=True)
     ]
     scores = {"source_accuracy": 0.9, "attack_success_rate": 0.05}
@@ -156,9 +156,9 @@ def test_result_tables_match_the_run_directories(tmp_path):
     write_node(tmp_path / "c", [line(1, (0, 0.1, 9, 1.0), refused={"0": "hash"})], id=2)
     (tmp_path / "b" / "proofs").mkdir()
     (tmp_path / "b" / "proofs" / "d-3.proof.toml").write_text('name = "d"')
-    results, refused = _demo.result_tables(agents).values()
+    results, refused = demo.result_tables(agents).values()
     assert results["proofs"].tolist() == ["0", "0", "0", "1"]
-    assert results.loc["a"].tolist() == [_demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
+    assert results.loc["a"].tolist() == [demo.BENIGN, "5", "90.0%", "90.0%", "5.0%", "25.0%", "0"]
     assert results["weight"].tolist() == ["25.0%", "40.0%", "5.0%", "0.0%"]
     assert results.loc["d", ["rounds", "accuracy"]].tolist() == ["–", "–"]
     assert refused.to_dict("index") == {"d": {"size": "5"}}  # refusals by attackers are not shown
@@ -166,14 +166,14 @@ def test_result_tables_match_the_run_directories(tmp_path):
 
 def replace_nodes(monkeypatch, text):
     """Replace the command of every node by a script."""
-    monkeypatch.setattr(_demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
+    monkeypatch.setattr(demo, "RUN_COMMAND", (sys.executable, "-c", textwrap.dedent(text)))
 
 
 def record_processes(monkeypatch):
     """Return a list that collects the processes of a demo."""
-    processes, start = [], _demo._start_agent
+    processes, start = [], demo._start_agent
     monkeypatch.setattr(
-        _demo, "_start_agent", lambda *a: processes.append(start(*a)) or processes[-1]
+        demo, "_start_agent", lambda *a: processes.append(start(*a)) or processes[-1]
     )
     return processes
 
@@ -191,11 +191,11 @@ def test_all_nodes_are_stopped_after_one_fails(tmp_path, monkeypatch):
         time.sleep(100)
         """,
     )
-    monkeypatch.setattr(_demo, "STOP_SECONDS", 1.0)
+    monkeypatch.setattr(demo, "STOP_SECONDS", 1.0)
     with pytest.raises(
         RunError, match="hospital-c failed with status 1: Error: no such thing: do another"
     ):
-        _demo.run_demo(tmp_path / "demo", rounds=2)
+        demo.run_demo(tmp_path / "demo", rounds=2)
     assert len(processes) == 8
     assert all(process.returncode is not None for process in processes)
 
@@ -203,7 +203,7 @@ def test_all_nodes_are_stopped_after_one_fails(tmp_path, monkeypatch):
 def test_a_folder_that_is_not_empty_is_refused_unchanged(tmp_path):
     (tmp_path / "mine").touch()
     with pytest.raises(RunError, match="is not empty"):
-        _demo.run_demo(tmp_path)
+        demo.run_demo(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
@@ -214,7 +214,7 @@ def test_a_signal_ends_all_processes(tmp_path):
         import sys
         from fedcb2o.cli.signals import SignalGuard
         from pathlib import Path
-        from fedcb2o.peer.node import _demo as demo
+        from fedcb2o.peer.node import demo
 
         guard = SignalGuard()
         demo.RUN_COMMAND = (sys.executable, "-c", "import time; time.sleep(100)")
@@ -255,18 +255,18 @@ def _is_running(process):
 
 @pytest.mark.slow
 def test_the_whole_demo(tmp_path):
-    results, refusals = _demo.run_demo(tmp_path / "demo", rounds=30).values()
+    results, refusals = demo.run_demo(tmp_path / "demo", rounds=30).values()
     kinds = results.groupby("kind").size().to_dict()
-    assert kinds == {_demo.BENIGN: 5, _demo.FLIPPER: 2, _demo.GARBAGE: 1}
+    assert kinds == {demo.BENIGN: 5, demo.FLIPPER: 2, demo.GARBAGE: 1}
     percent = results.replace("–", "nan%").map(
         lambda cell: float(cell.removesuffix("%")) if "%" in cell else cell
     )
-    benign = percent[percent.kind == _demo.BENIGN]
+    benign = percent[percent.kind == demo.BENIGN]
     assert (benign.rounds == "30").all()
     assert benign.accuracy.mean() > 85
     assert benign["attack success"].mean() < 25
-    assert percent[percent.kind != _demo.BENIGN]["weight"].max() < 5
-    garbage = refusals.loc[percent.index[percent.kind == _demo.GARBAGE][0]].astype(int)
+    assert percent[percent.kind != demo.BENIGN]["weight"].max() < 5
+    garbage = refusals.loc[percent.index[percent.kind == demo.GARBAGE][0]].astype(int)
     assert {"signature", "size", "not finite", "bound", "hash", "run"} <= set(
         garbage[garbage > 0].index
     )
@@ -276,15 +276,15 @@ def test_the_whole_demo(tmp_path):
 def test_another_experiment_has_one_organisation_per_agent(tmp_path):
     team = {"agents.num_clusters": 1, "agents.benign": 2, "agents.malicious": 1, "agents.budget": 2}
     experiment = load("digits-fedassay", team)
-    agents, file = _demo._prepare_demo(tmp_path, experiment, sends_garbage=False)
+    agents, file = demo._prepare_demo(tmp_path, experiment, sends_garbage=False)
     assert [agent.name for agent in agents] == ["hospital-a", "hospital-b", "hospital-c"]
-    assert [agent.kind for agent in agents] == [_demo.BENIGN, _demo.BENIGN, _demo.ATTACKER]
+    assert [agent.kind for agent in agents] == [demo.BENIGN, demo.BENIGN, demo.ATTACKER]
     assert federation.read_federation(file).deadline_seconds == 60
     with pytest.raises(RunError, match="at most 26"):
-        _demo.run_demo(tmp_path / "many", experiment="emnist-fedassay")
+        demo.run_demo(tmp_path / "many", experiment="emnist-fedassay")
 
 
-@pytest.mark.parametrize("kind", [_demo.BENIGN, _demo.GARBAGE])
+@pytest.mark.parametrize("kind", [demo.BENIGN, demo.GARBAGE])
 def test_agents_get_permission_for_the_names_of_the_experiment(tmp_path, monkeypatch, kind):
     name = "tests.peer.members:own_criterion"
     algorithm = {"name": "fedcb2o", "criterion": {"name": name}, "alpha": 2.0}
@@ -292,7 +292,7 @@ def test_agents_get_permission_for_the_names_of_the_experiment(tmp_path, monkeyp
     orgs = members.identities(tmp_path, 2)
     members.federated(orgs, changes={"algorithm": algorithm}, path=path)
     commands = []
-    monkeypatch.setattr(_demo.subprocess, "Popen", lambda words, **_: commands.append(words))
-    agent = _demo.DemoAgent("org-0", kind, orgs[0].folder, tmp_path / "out", tmp_path / "log")
-    _demo._start_agent(agent, path, tmp_path)
-    assert (name if kind == _demo.GARBAGE else f"--own={name}") in commands[0]
+    monkeypatch.setattr(demo.subprocess, "Popen", lambda words, **_: commands.append(words))
+    agent = demo.DemoAgent("org-0", kind, orgs[0].folder, tmp_path / "out", tmp_path / "log")
+    demo._start_agent(agent, path, tmp_path)
+    assert (name if kind == demo.GARBAGE else f"--own={name}") in commands[0]

@@ -20,7 +20,7 @@ from fedcb2o.peer.membership.federation import (
 )
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.membership.passphrase import read_passphrase
-from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.peer.wire.equivocation import Proof, SigningJournal
 
 READERS = {

@@ -19,7 +19,7 @@ from tests.tiny import run_cli
 
 from fedcb2o.nn import parameters
 from fedcb2o.peer import read_federation
-from fedcb2o.peer.node import build_network
+from fedcb2o.peer.node.agent import build_network
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import RawCodec
 from fedcb2o.peer.wire.equivocation import Ledger, verify_proof

@@ -16,8 +16,7 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer import read_federation, write_federation
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import build_network
-from fedcb2o.peer.node._agent import agent_from_dataset
+from fedcb2o.peer.node.agent import agent_from_dataset, build_network
 
 
 def test_code_named_in_a_file_runs_only_if_allowed(federation_file, organisations, tmp_path):

@@ -11,8 +11,8 @@ from tests.peer.waiting import wait_for
 from tests.peer.wire import Wire
 
 from fedcb2o.experiments.config.loading import load
-from fedcb2o.peer.node import Node
-from fedcb2o.peer.node._catch_up import CatchUp
+from fedcb2o.peer.node.catch_up import CatchUp
+from fedcb2o.peer.node.node import Node
 
 FAR = "too far from the agent's own model"
 LATE = 0  # the agent that begins later than the others

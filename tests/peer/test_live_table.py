@@ -8,7 +8,7 @@ from rich.console import Console
 from tests.peer.folders import NAMES, line
 
 from fedcb2o.federated.evaluation.gain import paired_gain
-from fedcb2o.peer.report import LiveTable
+from fedcb2o.peer.report.live_table import LiveTable
 
 ROUNDS = [
     line(1, (1, 0.25, 1000, 0.5), (2, 1.0, 2000, 0.1), refused={"3": "signature"}),

@@ -22,8 +22,11 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import ModelPublisher, Node, PeerMonitor, _agent, _engine, _peer_monitor
-from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.node import agent
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
+from fedcb2o.peer.node.publisher import ModelPublisher
+from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.peer.wire.client import FAILED, PeerClient, _ModelDownload
 from fedcb2o.peer.wire.compression import RawCodec
 from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal
@@ -180,7 +183,7 @@ def test_statistics_of_normalisation_layers_reproduce_the_simulation(buffers, tm
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
         network, expected = (
-            _agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
+            agent.load_model(tmp_path / f"out-{j}", allowed_functions=[path]),
             simulated.model(j),
         )
         assert network.state_dict().keys() == expected.state_dict().keys()
@@ -274,7 +277,7 @@ def test_organisations_with_their_own_data_learn_from_each_other(federation_of_t
     test = digits().test
     for j, folder in enumerate(folders):
         lines = lines_of(folder)
-        network = _agent.load_model(folder)
+        network = agent.load_model(folder)
         with torch.no_grad():
             predicted = network(
                 test.x.float() / 255 if test.x.dtype == torch.uint8 else test.x.float()
@@ -324,7 +327,7 @@ def test_data_of_another_shape_or_with_other_classes_are_refused(federation_of_t
         ),
     ):
         with pytest.raises(DataError, match=message):
-            _agent.agent_from_dataset(fed, 0, data)
+            agent.agent_from_dataset(fed, 0, data)
     with pytest.raises(ConfigError, match="not both"):
         Node(fed, orgs[0], out=tmp_path / "out")
 
@@ -337,9 +340,9 @@ def test_a_simulation_that_differs_from_the_federation_is_refused(federation_of_
     with pytest.raises(
         ConfigError, match=r"differs from the federation in .*experiment\.algorithm\.name"
     ):
-        _agent.simulated_agent(fed, 0, other)
+        agent.simulated_agent(fed, 0, other)
     with pytest.raises(ConfigError, match="has 4 agents, and the federation 3 members"):
-        _agent.simulated_agent(fed, 0, load(members.experiment(4)))
+        agent.simulated_agent(fed, 0, load(members.experiment(4)))
 
 
 def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, tmp_path):
@@ -418,12 +421,12 @@ def test_a_node_that_trains_alone_names_unreachable_members_once(
     fast_federation, tmp_path, monkeypatch
 ):
     orgs, fed = fast_federation
-    monkeypatch.setattr(_engine, "_ROUNDS_ALONE", 2)
+    monkeypatch.setattr(engine, "_ROUNDS_ALONE", 2)
     message = (
         "this agent has trained alone for 2 rounds: org-1 is not reachable, org-2 is not reachable"
     )
     for seconds, expected in ((60.0, []), (0.0, [message])):
-        monkeypatch.setattr(_engine, "_SECONDS_ALONE", seconds)
+        monkeypatch.setattr(engine, "_SECONDS_ALONE", seconds)
         notes = Notes()
         out = tmp_path / f"out-{seconds}"
         node = isolated_node(fed, orgs[0], share(0), out, observer=notes)
@@ -465,7 +468,7 @@ def test_training_uses_no_thread_of_the_asyncio_executor(fast_federation, tmp_pa
 def test_silent_peers_do_not_extend_a_wait(fast_federation, monkeypatch):
     _, fed = fast_federation
     clock = Clock(end=0.6)
-    monkeypatch.setattr(_peer_monitor, "time", clock)
+    monkeypatch.setattr(peer_monitor, "time", clock)
 
     class Silent(PeerClient):
         def __init__(self):
@@ -544,7 +547,7 @@ def test_a_node_restarts_from_the_initial_model_after_divergence(tmp_path):
     orgs = members.identities(tmp_path, 3)
     changes = {**FOUR, "model": {"name": "mlp", "hidden": [32] * 4}}
     fed = members.federated(orgs, changes=changes, most_samples=500, deadline_seconds=5.0)
-    *hidden, weight, bias = _agent.build_network(fed).parameters()
+    *hidden, weight, bias = agent.build_network(fed).parameters()
     malicious_model = torch.cat(
         [torch.full((parameter.numel(),), 1e6) for parameter in hidden]
         + [torch.zeros(len(weight) * 32 + len(bias))]

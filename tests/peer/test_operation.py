@@ -30,9 +30,10 @@ from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.peer import Identity, amend_federation, sign_federation, write_federation
 from fedcb2o.peer._backup import back_up, restore
 from fedcb2o.peer.membership import passphrase
-from fedcb2o.peer.node import NullObserver, _preflight
-from fedcb2o.peer.node._metrics import NodeMetrics
-from fedcb2o.peer.report._round_log import RoundLog
+from fedcb2o.peer.node import preflight
+from fedcb2o.peer.node.metrics import NodeMetrics
+from fedcb2o.peer.node.observer import NullObserver
+from fedcb2o.peer.report.round_log import RoundLog
 from fedcb2o.peer.wire.equivocation import SigningJournal
 from fedcb2o.peer.wire.protocol import MINOR_VERSION, Answer, AnswerStatus
 from fedcb2o.peer.wire.transport import Https
@@ -320,11 +321,11 @@ def test_log_files_are_rotated(tmp_path, monkeypatch):
 def test_the_lower_of_two_minor_versions_is_used(peer_version, error, note, tmp_path):
     orgs = members.identities(tmp_path, 2)
     federation = members.federated(orgs)
-    content = _preflight.hello_content(federation, orgs[1])
+    content = preflight.hello_content(federation, orgs[1])
     content["protocol"] = peer_version
-    reply = _preflight._HelloReply(content)
-    result = _preflight._member_result(
-        federation, orgs[1].member, reply, True, _preflight.ProbeResult()
+    reply = preflight._HelloReply(content)
+    result = preflight._member_result(
+        federation, orgs[1].member, reply, True, preflight.ProbeResult()
     )
     assert error in result.error
     assert bool(result.error) == bool(error)

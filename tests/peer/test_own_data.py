@@ -27,9 +27,11 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.kernels import _autotune
 from fedcb2o.peer import make_federation
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import Node, _agent, open_run
-from fedcb2o.peer.report import write_node_report
-from fedcb2o.peer.report._live_table import _format_scores
+from fedcb2o.peer.node import agent as agent_module
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.run_directory import open_run
+from fedcb2o.peer.report.live_table import _format_scores
+from fedcb2o.peer.report.node_page import write_node_report
 
 SLOPES = torch.tensor([[1.0], [-2.0], [0.5]])
 LINES = natural(
@@ -82,7 +84,7 @@ def test_without_hold_out_training_and_validation_use_all_samples(tmp_path):
         {"mine": {"train": train, "test": test}}, numbers=True
     )  # without validation samples
     fed = make_federation(settings, [org.member for org in orgs], dataset=plain, most_samples=100)
-    agent_data = _agent.agent_from_dataset(fed, 1, plain).data
+    agent_data = agent_module.agent_from_dataset(fed, 1, plain).data
     assert (
         sorted(agent_data.train[0].tolist())
         == sorted(agent_data.validation[0].tolist())
@@ -96,7 +98,7 @@ def test_a_peer_validates_on_whole_groups(tmp_path):
     visits = np.arange(len(shard)) // 3
     data = fedcb2o.dataset(shard.x, shard.y, group=visits, numbers=True)
     fed = make_federation(settings, [org.member for org in orgs], dataset=data, most_samples=100)
-    agent = _agent.agent_from_dataset(fed, 1, data).data
+    agent = agent_module.agent_from_dataset(fed, 1, data).data
     groups = [set(data.groups.pool[part[0]].tolist()) for part in (agent.train, agent.validation)]
     assert groups[0] | groups[1] == set(data.groups.pool.tolist())
     assert groups[1]
@@ -170,10 +172,12 @@ def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
         assert "undefined without a value" in _format_scores(lines[-1])
         assert lines[-1]["test_loss"] < lines[0]["test_loss"]
         with torch.no_grad():
-            loss = (_agent.load_model(folder)(test.x) - test.y).square().mean()
+            loss = (agent_module.load_model(folder)(test.x) - test.y).square().mean()
         assert loss.item() == pytest.approx(lines[-1]["test_loss"], rel=1e-4)
-        assert _agent.agent_from_dataset(reread, j, line(j)).data.validation.sizes.tolist() == [9]
-        assert _agent.agent_from_dataset(reread, j, line(j)).data.train.sizes.tolist() == [
+        assert agent_module.agent_from_dataset(
+            reread, j, line(j)
+        ).data.validation.sizes.tolist() == [9]
+        assert agent_module.agent_from_dataset(reread, j, line(j)).data.train.sizes.tolist() == [
             30 + 5 * j
         ]
 
@@ -197,7 +201,7 @@ def test_data_of_another_kind_than_agreed_are_refused(tmp_path):
         ),
     ):
         with pytest.raises(DataError, match=message):
-            _agent.agent_from_dataset(fed, 0, data)
+            agent_module.agent_from_dataset(fed, 0, data)
 
 
 @pytest.mark.parametrize(
@@ -231,16 +235,18 @@ def test_samples_of_another_type_or_scale_are_refused(tmp_path, agreed_x, x, mes
     fed = federation.read_federation(tmp_path / "f.toml")
     data = fedcb2o.dataset(x, y)
     if not message:
-        _agent.agent_from_dataset(fed, 0, data)
+        agent_module.agent_from_dataset(fed, 0, data)
         return
     with pytest.raises(DataError, match=message):
-        _agent.agent_from_dataset(fed, 0, data)
+        agent_module.agent_from_dataset(fed, 0, data)
 
     text = (tmp_path / "f.toml").read_text()
     line = next(line for line in text.splitlines() if line.startswith("values = "))
     (tmp_path / "former.toml").write_text(text.replace(line + "\n", ""))
     former = federation.read_federation(tmp_path / "former.toml")
-    _agent.agent_from_dataset(former, 0, data)  # files of former releases do not contain `values`
+    agent_module.agent_from_dataset(
+        former, 0, data
+    )  # files of former releases do not contain `values`
 
 
 def test_a_federation_has_either_class_names_or_a_target(tmp_path):
@@ -283,6 +289,6 @@ def test_class_names_are_compared_after_unicode_normalisation(tmp_path):
     )
     assert (fed.seed, fed.share) == (3, 0.25)
     decomposed = unicodedata.normalize("NFD", composed)
-    assert _agent.agent_from_dataset(fed, 1, data(decomposed)).spec.num_classes == 2
+    assert agent_module.agent_from_dataset(fed, 1, data(decomposed)).spec.num_classes == 2
     with pytest.raises(DataError, match=r"class 1 is 'B.sartig', and must be 'b.sartig'"):
-        _agent.agent_from_dataset(fed, 1, data(composed.capitalize()))
+        agent_module.agent_from_dataset(fed, 1, data(composed.capitalize()))

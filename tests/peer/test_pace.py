@@ -13,8 +13,9 @@ from tests.peer.wire import Wire
 
 import fedcb2o
 from fedcb2o.data import digits
-from fedcb2o.peer.node import Node, PeerMonitor
-from fedcb2o.peer.node._assessment import BASELINE_FILE
+from fedcb2o.peer.node.assessment import BASELINE_FILE
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import RawCodec
 from fedcb2o.peer.wire.equivocation import Ledger

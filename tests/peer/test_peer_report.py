@@ -8,14 +8,15 @@ import pytest
 from tests.peer.folders import draw_node, line, write_node
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.report import PeerRecords, _figures, write_node_report
-from fedcb2o.peer.report._node_page import (
+from fedcb2o.peer.report import figures
+from fedcb2o.peer.report.node_page import (
     format_bytes,
     not_averaged_table,
     peers_table,
     refused_table,
+    write_node_report,
 )
-from fedcb2o.peer.report._peer_records import MAX_LINE_BYTES
+from fedcb2o.peer.report.peer_records import MAX_LINE_BYTES, PeerRecords
 from fedcb2o.report._html import SORT_SCRIPT
 
 OWN = ("#", "data:image/png;base64,")  # allowed targets of links
@@ -59,8 +60,8 @@ def test_the_relay_and_members_without_a_model_have_their_own_outcome(tmp_path):
         line(2, alive=[3], asked=[1, 3], relay_down=[1, 2], no_model=[3]),
     ]
     read = PeerRecords.read(write_node(tmp_path, lines))
-    assert _figures.outcomes(read.rounds[0]) == {1: "relay down", 2: "relay down"}
-    assert _figures.outcomes(read.rounds[1]) == {1: "relay down", 3: "no model"}
+    assert figures.outcomes(read.rounds[0]) == {1: "relay down", 2: "relay down"}
+    assert figures.outcomes(read.rounds[1]) == {1: "relay down", 3: "no model"}
     table = peers_table(read)
     assert table.loc["hospital-b", ["relay down", "no model"]].tolist() == ["2", "0"]
     assert table.loc["university-d", ["relay down", "no model"]].tolist() == ["0", "1"]
@@ -94,7 +95,7 @@ def test_the_page_lists_models_not_admitted_and_a_removed_member(tmp_path):
     lines[2]["received"][1]["not_averaged"] = "loss above the quantile"
     node = write_node(tmp_path, lines, removed=[2])
     read = PeerRecords.read(node)
-    assert _figures.outcomes(read.rounds[0]) == {1: "averaged", 2: "not averaged"}
+    assert figures.outcomes(read.rounds[0]) == {1: "averaged", 2: "not averaged"}
     table = peers_table(read)
     assert table.loc["clinic-c (removed)", ["averaged", "not averaged"]].tolist() == ["0", "3"]
     assert table.loc["hospital-b", ["averaged", "not averaged"]].tolist() == ["3", "0"]
@@ -194,7 +195,7 @@ def test_the_page_is_written_to_the_requested_folder(node, tmp_path):
 
 def test_weights_by_round_mark_missing_models(node):
     records = PeerRecords.read(node)
-    weights, marks = _figures.weights_by_round(records.rounds, 0, records.peers)
+    weights, marks = figures.weights_by_round(records.rounds, 0, records.peers)
     assert weights[0].tolist() == [0.4, 0.4, 0.4]
     assert weights[1].tolist() == [0.5, 0.2, 0.3]
     assert weights[2, 0] == 0.1

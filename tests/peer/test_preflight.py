@@ -22,8 +22,8 @@ from typer.testing import CliRunner
 
 from fedcb2o.cli import app
 from fedcb2o.peer import Federation, Identity
-from fedcb2o.peer.node import CheckResult, check_members, format_results, hello_content
-from fedcb2o.peer.node import _preflight as checking
+from fedcb2o.peer.node import preflight as checking
+from fedcb2o.peer.node.preflight import CheckResult, check_members, format_results, hello_content
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, decode_request, encode_hello
 from fedcb2o.peer.wire.transport import Https, Reply
 

@@ -14,9 +14,10 @@ from tests.peer.wire import Wire
 from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
 from fedcb2o.peer import make_federation
-from fedcb2o.peer.node import Node, NullObserver
-from fedcb2o.peer.node._privacy_ledger import LEDGER_FILE, PrivacyLedger
-from fedcb2o.peer.report import PeerRecords
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.observer import NullObserver
+from fedcb2o.peer.node.privacy_ledger import LEDGER_FILE, PrivacyLedger
+from fedcb2o.peer.report.peer_records import PeerRecords
 
 QUIET = {"gather": 0.0, "linger": 0.0}
 

@@ -7,8 +7,8 @@ from tests.peer import members, pace
 
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.federated.algorithms.section import AlgorithmSection
-from fedcb2o.peer.node import Node
-from fedcb2o.peer.node._reasons import cut_off_members, missing_models, zero_weight_reason
+from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.reasons import cut_off_members, missing_models, zero_weight_reason
 from fedcb2o.peer.wire.relayed import Mixed
 
 LAG = 5

@@ -9,7 +9,7 @@ from tests.peer import members, relays
 from tests.peer.relays import RelayMailbox, behind_nat, next_version
 
 from fedcb2o.peer import Federation, Identity, write_federation
-from fedcb2o.peer.node import CheckResult, check_members
+from fedcb2o.peer.node.preflight import CheckResult, check_members
 from fedcb2o.peer.wire.relay import Relay
 
 

@@ -12,7 +12,7 @@ from tests.peer.relays import FormerMemberError, Relayed, RelayMailbox, next_ver
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer import Identity, amend_federation, sign_federation, write_federation
-from fedcb2o.peer.node import _preflight
+from fedcb2o.peer.node import preflight
 from fedcb2o.peer.wire import relay as relay_module
 from fedcb2o.peer.wire import relayed as relayed_module
 from fedcb2o.peer.wire.client import PeerClient
@@ -141,7 +141,7 @@ def test_members_with_the_next_version_notify_a_removed_member(
         newer = exit_stack.enter_context(Relayed(second, orgs[2], mailbox))
         server = Server(
             second, 2, orgs[2], Ledger(tmp_path, second),
-            hello_content=lambda: _preflight.hello_content(second, orgs[2]),
+            hello_content=lambda: preflight.hello_content(second, orgs[2]),
         )  # fmt: skip
         newer.serve(server.on_request)
         codec = RawCodec(3)
@@ -153,7 +153,7 @@ def test_members_with_the_next_version_notify_a_removed_member(
         assert 0 not in newer.connected_peers()
         content = client.hello(2, 10.0)
         assert content is not None
-        assert _preflight.describe_disagreement(first, content).startswith("it holds version 2")
+        assert preflight.describe_disagreement(first, content).startswith("it holds version 2")
         (notice,) = notices
         assert "signed by org-1, org-2, removes org-0" in notice
         assert client.fetch(0, {2: torch.zeros(3)}, 5.0) == ({}, {2: "no answer"})

@@ -26,7 +26,7 @@ from tests.tiny import ENVIRONMENT
 import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.peer import Identity, read_federation
-from fedcb2o.peer.node import check_members
+from fedcb2o.peer.node.preflight import check_members
 from fedcb2o.peer.wire.relayed import open_transport
 
 

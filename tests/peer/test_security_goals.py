@@ -13,7 +13,7 @@ from tests.peer.test_own_data import line, regression_federation
 from tests.peer.wire import Wire, Wired
 
 import fedcb2o
-from fedcb2o.peer.node import Node
+from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.wire.protocol import MalformedError, decode_offer
 
 ROOT = Path(__file__).parents[2]

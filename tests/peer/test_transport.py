@@ -430,7 +430,7 @@ def test_a_program_without_close_ends_without_further_output(
     federations.write_federation(federation, tmp_path / "federation.toml")
     program = (
         "import sys, time; from fedcb2o.peer import Identity, read_federation;"
-        "from fedcb2o.peer.wire import Https;"
+        "from fedcb2o.peer.wire.transport import Https;"
         "one = Https(read_federation(sys.argv[1]), Identity.read(sys.argv[2]));"
         "one.serve(lambda request, reply: None);"
         "two = one.ask(1, b'GET /v1/x', 60.0); time.sleep(0.3); raise KeyboardInterrupt"

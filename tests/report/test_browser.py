@@ -19,7 +19,7 @@ from tests.peer.folders import draw_node
 from tests.report.synthetic import draw_run
 from tests.report.test_matrix import MEAN, make_grid
 
-from fedcb2o.peer.report import write_node_report as report_node
+from fedcb2o.peer.report.node_page import write_node_report as report_node
 from fedcb2o.report import (
     SettingResults,
     _article,

@@ -28,8 +28,8 @@ COUNT = len(ours.CLUSTER)
     [
         "federated/algorithm2.py",
         "federated/batched_aggregation.py",
-        "peer/node/_engine.py",
-        "peer/node/_publisher.py",
+        "peer/node/engine.py",
+        "peer/node/publisher.py",
     ],
 )
 def test_code_of_benign_agents_has_no_words_for_attackers(path):
@@ -38,9 +38,7 @@ def test_code_of_benign_agents_has_no_words_for_attackers(path):
 
 
 def test_a_node_imports_no_attacker_until_it_plays_one():
-    code = (
-        "import sys, fedcb2o.peer.node; print('fedcb2o.peer.node._attacking_peer' in sys.modules)"
-    )
+    code = "import sys, fedcb2o.peer.node.node; print('fedcb2o.peer.node.attacking_peer' in sys.modules)"
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, check=True, text=True
     )

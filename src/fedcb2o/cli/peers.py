@@ -333,7 +333,7 @@ def report(
     ] = False,
 ) -> Path:
     """Write one agent's page: accuracy, gain, peers, weights, refused models, bytes."""
-    from fedcb2o.peer.report._node_page import write_node_report
+    from fedcb2o.peer.report.node_page import write_node_report
 
     path = write_node_report(folder, out, membership=membership)
     print(path)
@@ -356,7 +356,7 @@ def demo(
     """Run organisations on this machine, some of them hostile: one process per agent."""
     from rich.console import Console
 
-    from fedcb2o.peer.node._demo import TABLE_NOTE, run_demo
+    from fedcb2o.peer.node.demo import TABLE_NOTE, run_demo
     from fedcb2o.report import to_rich
 
     console = Console()
@@ -389,7 +389,7 @@ def check(
     from fedcb2o import plugins
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.membership.identity import Identity
-    from fedcb2o.peer.node import _preflight
+    from fedcb2o.peer.node import preflight
 
     federation = read_federation(file, allowed_functions=own or [])
     own_identity = Identity.read(identity)
@@ -400,14 +400,14 @@ def check(
             print(f"names {name}, {plugins.describe_effect(name)}, then --own {name}")
     if data is not None:
         _print_data_sizes(federation, agent_id, data, data_dir)
-    results = _preflight.check_members(
+    results = preflight.check_members(
         federation,
         own_identity,
         seconds=seconds,
         listen=True if listen is None else listen,
         relay=relay,
     )
-    print("\n".join(_preflight.format_results(results)))
+    print("\n".join(preflight.format_results(results)))
     if any(result.error for result in results):
         raise typer.Exit(1)
 
@@ -416,7 +416,7 @@ def _print_data_sizes(
     federation: "Federation", agent_id: int, data: str, data_dir: Path | None
 ) -> None:
     """Print the numbers of samples of a member's data."""
-    from fedcb2o.peer.node._agent import agent_from_dataset, load_member_dataset
+    from fedcb2o.peer.node.agent import agent_from_dataset, load_member_dataset
 
     dataset = load_member_dataset(data, federation, data_dir)
     samples = agent_from_dataset(federation, agent_id, dataset).data
@@ -463,12 +463,12 @@ def run(
     """
     from fedcb2o.experiments.config.datasets import load_for_data
     from fedcb2o.peer.membership.federation import read_federation
-    from fedcb2o.peer.node._agent import load_member_dataset
-    from fedcb2o.peer.node._metrics import NodeMetrics
-    from fedcb2o.peer.node._node import Node
-    from fedcb2o.peer.report._live_table import LiveTable
-    from fedcb2o.peer.report._peer_records import PeerRecords
-    from fedcb2o.peer.report._round_log import RoundLog
+    from fedcb2o.peer.node.agent import load_member_dataset
+    from fedcb2o.peer.node.metrics import NodeMetrics
+    from fedcb2o.peer.node.node import Node
+    from fedcb2o.peer.report.live_table import LiveTable
+    from fedcb2o.peer.report.peer_records import PeerRecords
+    from fedcb2o.peer.report.round_log import RoundLog
 
     if (data is None) == (simulate is None):
         raise ConfigError(

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
         write_federation,
     )
     from fedcb2o.peer.membership.identity import Identity, Member
-    from fedcb2o.peer.node._agent import load_model
-    from fedcb2o.peer.node._node import Node
+    from fedcb2o.peer.node.agent import load_model
+    from fedcb2o.peer.node.node import Node
 
 __all__ = [
     "Federation",
@@ -46,8 +46,8 @@ _HOMES = {
         "write_federation",
     ),
     "membership.identity": ("Identity", "Member"),
-    "node._agent": ("load_model",),
-    "node._node": ("Node",),
+    "node.agent": ("load_model",),
+    "node.node": ("Node",),
 }
 
 for _module in ("cryptography", "h11", "urllib3", "zstandard"):

@@ -17,7 +17,7 @@ from fedcb2o.federated.mixing import mix_, mixing_matrix
 from fedcb2o.federated.publishing import Outbox, craft_models_, make_outbox
 from fedcb2o.federated.ragged import AgentIds, Members, Ragged
 from fedcb2o.peer._denormals import flush_denormals
-from fedcb2o.peer.node._engine import PeerEngine
+from fedcb2o.peer.node.engine import PeerEngine
 from fedcb2o.peer.wire.server import Snapshot
 
 _ONLY_MEMBER = Members(np.zeros(1, np.int64))

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from fedcb2o.peer.report._live_table import LiveTable
+from fedcb2o.peer.report.live_table import LiveTable
 
 _LOGGER = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedcb2o.federated.evaluation.gain import is_comparable
-from fedcb2o.peer.report._peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
+from fedcb2o.peer.report.peer_records import MEAN_ROUNDS, GainRecord, mean_gain_record
 from fedcb2o.printable import one_line
 from fedcb2o.records import METRICS
 

@@ -2,7 +2,7 @@
 
 It has a valid identity, so that its answers arrive. The fault of its answers depends on the round.
 Towards the end it sends each peer a different model. The process `python -m
-fedcb2o.peer.node._byzantine_peer FEDERATION.toml IDENTITY` runs until its standard input ends.
+fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY` runs until its standard input ends.
 """
 
 import secrets
@@ -15,7 +15,7 @@ import numpy as np
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node._agent import build_network
+from fedcb2o.peer.node.agent import build_network
 from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,

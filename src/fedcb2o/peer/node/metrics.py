@@ -8,7 +8,7 @@ from typing import Any
 
 from fedcb2o.federated.evaluation.gain import is_comparable
 from fedcb2o.peer._metrics_server import MetricsServer
-from fedcb2o.peer.node._observer import NodeObserver
+from fedcb2o.peer.node.observer import NodeObserver
 
 _MIN_STALE_SECONDS = 600.0
 

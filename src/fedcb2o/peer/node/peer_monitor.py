@@ -9,8 +9,8 @@ from typing import Any
 
 from fedcb2o.errors import RemovedError
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node._observer import NodeObserver
-from fedcb2o.peer.node._preflight import describe_disagreement, describe_version_gap
+from fedcb2o.peer.node.observer import NodeObserver
+from fedcb2o.peer.node.preflight import describe_disagreement, describe_version_gap
 from fedcb2o.peer.wire.client import HELLO_SECONDS, PeerClient, StoppedError
 from fedcb2o.peer.wire.patience import Credit
 from fedcb2o.peer.wire.probe import probe_member

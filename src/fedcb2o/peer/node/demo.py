@@ -35,7 +35,7 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.peer.membership._agreement import make_federation
 from fedcb2o.peer.membership.federation import read_federation, write_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import write_toml
 
 _LOGGER = logging.getLogger(__name__)
@@ -182,7 +182,7 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
         *(f"--own={name}" for name in allowed),
     )
     if agent.kind == GARBAGE:
-        module = "fedcb2o.peer.node._byzantine_peer"
+        module = "fedcb2o.peer.node.byzantine_peer"
         command = (sys.executable, "-m", module, federation, agent.keys, *allowed)
     with agent.log.open("wb") as log:
         return subprocess.Popen(

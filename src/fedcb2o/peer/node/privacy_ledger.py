@@ -9,7 +9,7 @@ from pathlib import Path
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.federated.privacy import spent_epsilon
-from fedcb2o.peer.node._agent import AgentSetup
+from fedcb2o.peer.node.agent import AgentSetup
 
 LEDGER_FILE = "privacy.json"
 _MARGIN = 1.001  # of a target epsilon, for rounding

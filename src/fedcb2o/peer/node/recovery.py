@@ -11,8 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.node._peer_monitor import PeerMonitor
-from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
+from fedcb2o.peer.node.privacy_ledger import PrivacyLedger
 from fedcb2o.peer.wire.client import HELLO_SECONDS
 from fedcb2o.peer.wire.equivocation import SigningJournal
 

@@ -36,22 +36,22 @@ from fedcb2o.nn import parameters
 from fedcb2o.parallel._executors import one_thread
 from fedcb2o.peer.membership.federation import Federation, read_federation
 from fedcb2o.peer.membership.identity import Identity
-from fedcb2o.peer.node import _agent as agents
-from fedcb2o.peer.node._assessment import SelfAssessment
-from fedcb2o.peer.node._engine import PeerEngine
-from fedcb2o.peer.node._observer import NodeObserver, NullObserver
-from fedcb2o.peer.node._peer_monitor import PeerMonitor
-from fedcb2o.peer.node._preflight import hello_content
-from fedcb2o.peer.node._privacy_ledger import PrivacyLedger
-from fedcb2o.peer.node._publisher import ModelPublisher
-from fedcb2o.peer.node._reasons import (
+from fedcb2o.peer.node import agent as agents
+from fedcb2o.peer.node.assessment import SelfAssessment
+from fedcb2o.peer.node.engine import PeerEngine
+from fedcb2o.peer.node.observer import NodeObserver, NullObserver
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
+from fedcb2o.peer.node.preflight import hello_content
+from fedcb2o.peer.node.privacy_ledger import PrivacyLedger
+from fedcb2o.peer.node.publisher import ModelPublisher
+from fedcb2o.peer.node.reasons import (
     cut_off_members,
     missing_models,
     relay_error,
     zero_weight_reason,
 )
-from fedcb2o.peer.node._recovery import SigningRecovery
-from fedcb2o.peer.node._run_directory import open_run
+from fedcb2o.peer.node.recovery import SigningRecovery
+from fedcb2o.peer.node.run_directory import open_run
 from fedcb2o.peer.wire.client import BLAMELESS_REASONS, PeerClient, StoppedError
 from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
 from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, Ledger, SigningJournal
@@ -297,7 +297,7 @@ class Node:
             engine = PeerEngine(*parts)
             return engine, engine
         # A benign node imports nothing of attacks.
-        from fedcb2o.peer.node._attacking_peer import AttackingPeer
+        from fedcb2o.peer.node.attacking_peer import AttackingPeer
         from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 
         attacker = AttackingPeer(*parts)

@@ -9,7 +9,7 @@ from fedcb2o.errors import RunError
 from fedcb2o.peer.membership.federation import Federation, read_federation, write_federation
 from fedcb2o.peer.membership.identity import RUNS_FILE, Identity
 from fedcb2o.peer.membership.versions import parse_members
-from fedcb2o.peer.node._agent import AgentSetup
+from fedcb2o.peer.node.agent import AgentSetup
 from fedcb2o.peer.wire.equivocation import JOURNAL_FILE
 
 _LOGGER = logging.getLogger(__name__)

@@ -28,10 +28,10 @@ from fedcb2o.federated.local_update import TrainResult, train_
 from fedcb2o.federated.ragged import Members, Ragged
 from fedcb2o.kernels import dispatch
 from fedcb2o.peer._denormals import flush_denormals
-from fedcb2o.peer.node._catch_up import CatchUp
-from fedcb2o.peer.node._peer_monitor import PeerMonitor
-from fedcb2o.peer.node._publisher import ModelPublisher
-from fedcb2o.peer.node._reasons import relay_error
+from fedcb2o.peer.node.catch_up import CatchUp
+from fedcb2o.peer.node.peer_monitor import PeerMonitor
+from fedcb2o.peer.node.publisher import ModelPublisher
+from fedcb2o.peer.node.reasons import relay_error
 from fedcb2o.peer.wire.client import SILENT_REASONS, Arrival, PeerClient
 
 _ONLY_MEMBER = Members(np.zeros(1, np.int64))  # index of the agent in its group

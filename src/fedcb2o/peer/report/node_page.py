@@ -11,8 +11,8 @@ from markupsafe import Markup
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.peer.report import _figures
-from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report import figures
+from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.report import Page, create_page
 
 _MAX_REASON_COLUMNS = 8  # of a table; rarer reasons share one more column
@@ -100,9 +100,9 @@ def _add_summary(page: Page, records: PeerRecords) -> None:
     page.add_heading("Quality of the model")
     rounds = records.rounds
     drawn = [
-        _figures.draw_scores(rounds),
-        _figures.draw_losses(rounds),
-        _figures.draw_metrics(rounds),
+        figures.draw_scores(rounds),
+        figures.draw_losses(rounds),
+        figures.draw_metrics(rounds),
     ]
     page.show_figures(_existing(drawn), "model", caption=_SCORES_NOTE)
 
@@ -118,7 +118,7 @@ def _add_gain(page: Page, records: PeerRecords) -> None:
             f"In round {record.round} the local baseline had {record.alone_rounds} rounds of "
             "training."
         )
-    contributions = _figures.draw_contributions(records)
+    contributions = figures.draw_contributions(records)
     if contributions is not None:
         page.show_figures([contributions], "contributions", caption=_CONTRIBUTIONS_NOTE)
 
@@ -183,7 +183,7 @@ def _summary(records: PeerRecords) -> Markup:
         records.rounds[-1].round - len(records.rounds),
     )
     scores = []
-    for key, name in _figures.SCORES.items():
+    for key, name in figures.SCORES.items():
         values = [getattr(record, key) for record in records.rounds]
         values = [value for value in values if value is not None]
         if values:
@@ -217,12 +217,12 @@ def _describe_gain(records: PeerRecords, assessed: RoundRecord) -> str:
 
 def _add_peers(page: Page, records: PeerRecords) -> None:
     page.add_heading("Requests and answers")
-    outcomes = _figures.draw_outcomes(records)
-    response_times = _figures.draw_response_times(records, _response_times(records.rounds))
+    outcomes = figures.draw_outcomes(records)
+    response_times = figures.draw_response_times(records, _response_times(records.rounds))
     page.show_figures(_existing([outcomes, response_times]), "asked")
     page.show_table(peers_table(records), "Peers", caption=_PEERS_NOTE)
 
-    weights = _figures.draw_weights(records)
+    weights = figures.draw_weights(records)
     if weights is not None:
         page.add_heading("Weights")
         page.show_figures([weights], "weights", caption=_WEIGHTS_NOTE)
@@ -262,7 +262,7 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
 def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_heading("Bytes and seconds")
     rounds = records.rounds
-    drawn = [_figures.draw_traffic(rounds), _figures.draw_phases(rounds)]
+    drawn = [figures.draw_traffic(rounds), figures.draw_phases(rounds)]
     page.show_figures(_existing(drawn), "traffic")
     page.add_note(_describe_totals(rounds))
     info = records.info
@@ -284,7 +284,7 @@ def _response_times(rounds: Iterable[RoundRecord]) -> dict[int, list[float]]:
 def peers_table(records: PeerRecords) -> pd.DataFrame:
     """Tabulate requests, outcomes, response times, bytes, weight and last link by peer."""
     seconds = _response_times(records.rounds)
-    outcomes = [_figures.outcomes(record) for record in records.rounds]
+    outcomes = [figures.outcomes(record) for record in records.rounds]
     counts = Counter(item for round_outcomes in outcomes for item in round_outcomes.items())
     last_alive = {peer: record.round for record in records.rounds for peer in record.alive}
     received_bytes: Counter[int] = Counter()
@@ -301,7 +301,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         for model in record.received:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
-    columns = list(_figures.OUTCOME_COLOURS)
+    columns = list(figures.OUTCOME_COLOURS)
     for rare in ("not averaged", "behind", "no model", "relay down", "no answer"):
         if not any(outcome == rare for _, outcome in counts):
             columns.remove(rare)

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from fedcb2o.peer.report._peer_records import PeerRecords, RoundRecord
+from fedcb2o.peer.report.peer_records import PeerRecords, RoundRecord
 from fedcb2o.records import METRICS
 from fedcb2o.report._agent_figures import WEIGHT_COLOURMAP, add_weight_colorbar, weight_norm
 from fedcb2o.report._panels import LINE_STYLES, MARKERS, PALETTE, STYLE
