@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from tests.peer import members, pace
 
+from fedcb2o.peer.node import peer_monitor
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.wire.patience import Backoff
 

@@ -22,7 +22,7 @@ from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import agent
+from fedcb2o.peer.node import agent, engine, peer_monitor
 from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.node.publisher import ModelPublisher
