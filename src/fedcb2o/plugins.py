@@ -31,14 +31,12 @@ from typing import Any, Generic, TypeVar
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
+from fedcb2o import docstrings
 from fedcb2o.errors import ConfigError, FedCB2OError
 
 PluginFunction = Callable[..., Any]
 PluginChoice = str | PluginFunction | Mapping[str, Any]
 """A function's name, a function, or a table {name = ..., parameter = ...}."""
-
-_SECTION = re.compile(r"^(Args|Attributes|Example|Raises|Returns|Yields):\n", re.MULTILINE)
-_ENTRY = re.compile(r"^    (\w+): (.*(?:\n {5,}.*)*)", re.MULTILINE)
 
 # Similarity (difflib) of words that differ by a typing error; "median" and "mean" have 0.8.
 _TYPO_CUTOFF = 0.81
@@ -381,7 +379,7 @@ def parameters(function: PluginFunction) -> Mapping[str, inspect.Parameter]:
 def docstring_sections(function: PluginFunction) -> dict[str, str]:
     """Return the sections of a docstring in Google style; "" names the text before them."""
     whole = function.func if isinstance(function, functools.partial) else function
-    text, *sections = _SECTION.split(inspect.getdoc(whole) or "")
+    text, *sections = docstrings.SECTION.split(inspect.getdoc(whole) or "")
     return {
         "": text,
         "Args": "",
@@ -392,7 +390,7 @@ def docstring_sections(function: PluginFunction) -> dict[str, str]:
 
 def argument_descriptions(function: PluginFunction) -> dict[str, str]:
     """Return the descriptions of the arguments in a docstring in Google style."""
-    entries = _ENTRY.findall(docstring_sections(function)["Args"])
+    entries = docstrings.ENTRY.findall(docstring_sections(function)["Args"])
     return {name: " ".join(text.split()) for name, text in entries}
 
 

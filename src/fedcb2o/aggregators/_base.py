@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import textwrap
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, dataclass_transform, overload
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.aggregators._conversion import Models, Stack, stack
+from fedcb2o.docstrings import docstring_entry
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import aggregation
 from fedcb2o.federated.aggregation import base
@@ -78,19 +78,14 @@ def aggregator(rule: Callable[..., Any], **keywords: str) -> Callable[[type[A]],
         texts |= plugins.argument_descriptions(kind)
 
         made = dataclass(frozen=True)(kind)
-        entries = [_entry(one.name, texts[one.name]) for one in dataclasses.fields(made)]
-        sections = {"Args": "".join(entries), "Example": own["Example"]}
+        entries = [docstring_entry(one.name, texts[one.name]) for one in dataclasses.fields(made)]
+        sections = {"Args": "\n".join(entries), "Example": own["Example"]}
         whole = [f"{name}:\n{text}".rstrip() for name, text in sections.items() if text]
         made.__doc__ = "\n\n".join([summary, body, *whole])
         made._rule = staticmethod(rule)
         return made
 
     return make
-
-
-def _entry(name: str, text: str) -> str:
-    wrapped = textwrap.fill(f"    {name}: {text}", 96, subsequent_indent=" " * 8)
-    return f"{wrapped}\n"
 
 
 def of_models(self: Aggregator, models: Models) -> Any:

@@ -14,6 +14,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor
 from torch.nn import functional as F
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 
 __all__ = ["absolute_error", "answer_loss", "cross_entropy", "huber", "squared_error"]
@@ -49,30 +50,14 @@ def cross_entropy(
 def squared_error(
     outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
 ) -> Float[Tensor, " n"]:
-    """Compute the squared difference, averaged over the numbers of a sample.
-
-    Args:
-        outputs: Predictions.
-        targets: Targets, of as many numbers.
-
-    Returns:
-        One loss per sample.
-    """
+    """Compute the squared difference, averaged over the numbers of a sample."""
     return _mean_per_sample(_difference(outputs, targets).square())
 
 
 def absolute_error(
     outputs: Float[Tensor, "n *k"], targets: Shaped[Tensor, "n *target"]
 ) -> Float[Tensor, " n"]:
-    """Compute the absolute difference, averaged over the numbers of a sample.
-
-    Args:
-        outputs: Predictions.
-        targets: Targets, of as many numbers.
-
-    Returns:
-        One loss per sample.
-    """
+    """Compute the absolute difference, averaged over the numbers of a sample."""
     return _mean_per_sample(_difference(outputs, targets).abs())
 
 
@@ -84,12 +69,7 @@ def huber(
     Huber, "Robust Estimation of a Location Parameter" (1964).
 
     Args:
-        outputs: Predictions.
-        targets: Targets, of as many numbers.
         delta: Difference at which the loss becomes linear, above 0.
-
-    Returns:
-        One loss per sample.
 
     Raises:
         ConfigError: `delta` is not above 0.
@@ -137,3 +117,8 @@ def standard_error_of_mean(differences: Float[Tensor, "*a n"]) -> Float[Tensor, 
     n = differences.shape[-1]
     squares = (differences - differences.mean(-1, keepdim=True)).square().sum(-1)
     return (squares / max(1, n - 1) / n).sqrt()
+
+
+_ARGUMENTS = {"outputs": "Predictions.", "targets": "Targets, of as many numbers."}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "One loss per sample.")

@@ -16,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
+from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Contacts, Select
@@ -71,13 +72,7 @@ def prob_sampling(
 
     Args:
         contacts: Contacts of each agent, with the likelihoods P_n^j.
-        candidates: Peers that each agent may ask.
-        budget: M, the largest number of peers to ask.
-        draws: Source of randomness of each agent.
         newcomer_share: Largest share of unknown peers, in (0, 1], rounded up; None for all.
-
-    Returns:
-        Ids to ask, ascending.
     """
     agent = contacts.ids.list_index
     is_candidate, positions = candidates.find(agent, contacts.ids.values)
@@ -136,13 +131,8 @@ def uniform(
 
     Args:
         contacts: Contacts of each agent; used with `newcomer_share` alone.
-        candidates: Peers that each agent may ask.
         budget: M, the number of peers to ask.
-        draws: Source of randomness of each agent.
         newcomer_share: Largest share of peers that were never asked, as in `prob_sampling`.
-
-    Returns:
-        Ids to ask, ascending.
     """
     if newcomer_share is not None:
         # With equal likelihoods, ProbSampling is uniform among the known peers.
@@ -166,13 +156,8 @@ def everyone(
     """Return all peers, whatever the budget: the particles of eq:clustered_csp.
 
     Args:
-        contacts: Contacts of each agent.
-        candidates: Peers that each agent may ask.
         budget: Not used.
         draws: Not used.
-
-    Returns:
-        Ids to ask, ascending.
     """
     return Ragged.from_arrays([candidates.ids(k) for k in range(len(contacts))])
 
@@ -263,3 +248,13 @@ def _fill_unknown(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"
         return likelihood
     mean = 1.0 if is_unknown.all() else float(torch.from_numpy(likelihood).nanmean())
     return np.where(is_unknown, mean, likelihood)
+
+
+_ARGUMENTS = {
+    "contacts": "Contacts of each agent.",
+    "candidates": "Peers that each agent may ask.",
+    "budget": "M, the largest number of peers to ask.",
+    "draws": "Source of randomness of each agent.",
+}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "Ids to ask, ascending.")

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.plugin_outputs import validated_graph
 
@@ -45,14 +46,6 @@ def neighbours(
 def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1) -> Graph:
     """Make a ring in random order.
 
-    Args:
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
-        near: Neighbours on either side, from 1 to (N - 1) / 2.
-
-    Returns:
-        The graph.
-
     Raises:
         ConfigError: `near` is out of range.
     """
@@ -65,13 +58,6 @@ def ring(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, near: int = 1
 
 def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph:
     """Make a two-dimensional periodic grid in random order, as square as N allows.
-
-    Args:
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
-
-    Returns:
-        The graph.
 
     Raises:
         ConfigError: N is a prime number.
@@ -94,12 +80,7 @@ def random_regular(
     """Make a random graph in which each agent has `degree` neighbours.
 
     Args:
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
         degree: Number of neighbours, from 1 to N - 1; even where N is odd.
-
-    Returns:
-        The graph.
 
     Raises:
         ConfigError: `degree` is out of range, or N and `degree` are odd.
@@ -120,12 +101,7 @@ def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: flo
     """Make a random graph with independent links (Erdős and Rényi 1959).
 
     Args:
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
         p: Probability of each link, in [0, 1].
-
-    Returns:
-        The graph.
 
     Raises:
         ConfigError: `p` is out of range.
@@ -144,13 +120,7 @@ def small_world(
     Watts and Strogatz, "Collective dynamics of small-world networks" (1998).
 
     Args:
-        cluster: Cluster of each agent.
-        draw: Source of randomness.
-        near: Neighbours on either side, from 1 to (N - 1) / 2.
         p: Probability to rewire a link, in [0, 1].
-
-    Returns:
-        The graph.
 
     Raises:
         ConfigError: `near` or `p` is out of range.
@@ -164,15 +134,7 @@ def small_world(
 
 
 def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph:
-    """Link all agents of a cluster: an oracle that knows the clusters.
-
-    Args:
-        cluster: Cluster of each agent.
-        draw: Not used.
-
-    Returns:
-        The graph.
-    """
+    """Link all agents of a cluster: an oracle that knows the clusters."""
     import networkx as nx
 
     graph = nx.Graph()
@@ -199,3 +161,12 @@ def _require_between(name: str, value: int, lower: int, upper: int, n: int) -> N
         raise ConfigError(
             f"`{name}` must be between {lower} and {upper} for {n} agents, got {value}"
         )
+
+
+_ARGUMENTS = {
+    "cluster": "Cluster of each agent.",
+    "draw": "Source of randomness.",
+    "near": "Neighbours on either side, from 1 to (N - 1) / 2.",
+}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "The graph.")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 from fedcb2o.nn.language_models import language_model
 from fedcb2o.nn.memory_layout import ChannelsLast
@@ -43,16 +44,12 @@ def cnn(
 
     Args:
         input_shape: Shape of an image, [channels, height, width], at least 4x4 pixels.
-        num_classes: Number of outputs.
         channels: Channels of the two convolutions.
         hidden: Units of the first dense layer.
         down: Halving of the resolution by each convolution: "pool" is max pooling after it,
             "stride" is its stride, a quarter of the work.
         dense_activation: "none" omits the ReLU between the dense layers, as in the authors'
             released code.
-
-    Returns:
-        The network.
 
     Raises:
         ConfigError: The shape is not that of an image, or a width is below 1.
@@ -96,12 +93,7 @@ def mlp(
     """Build dense layers with ReLU between them.
 
     Args:
-        input_shape: Shape of a sample; it is flattened.
-        num_classes: Number of outputs.
         hidden: Units of each hidden layer.
-
-    Returns:
-        The network.
 
     Raises:
         ConfigError: A hidden layer has less than 1 unit.
@@ -115,15 +107,7 @@ def mlp(
 
 
 def logistic(input_shape: Sequence[int], num_classes: int) -> nn.Module:
-    """Build multinomial logistic regression: one dense layer.
-
-    Args:
-        input_shape: Shape of a sample; it is flattened.
-        num_classes: Number of outputs.
-
-    Returns:
-        The network.
-    """
+    """Build multinomial logistic regression: one dense layer."""
     return mlp(input_shape, num_classes, hidden=())
 
 
@@ -140,12 +124,8 @@ def resnet(
 
     Args:
         input_shape: Shape of an image, [channels, height, width], at least 4x4 pixels.
-        num_classes: Number of outputs.
         width: Channels of the first stage, a multiple of 8.
         blocks: Residual blocks of each stage, at least 1.
-
-    Returns:
-        The network.
 
     Raises:
         ConfigError: The shape is not that of an image, or a parameter is out of range.
@@ -190,9 +170,6 @@ def characters(
         hidden: Units of each layer.
         layers: Number of layers.
 
-    Returns:
-        The network.
-
     Raises:
         ConfigError: The shape is another one, or a number is below 1.
     """
@@ -232,9 +209,6 @@ def factorisation(
         num_classes: Number of outputs, 1.
         sizes: Number of users and number of items; larger numbers in samples count as the last one.
         dim: Length of the vectors.
-
-    Returns:
-        The network.
 
     Raises:
         ConfigError: The shape is another one, or a size is below 1.
@@ -326,3 +300,11 @@ def _check_widths(name: str, hidden: Sequence[int]) -> None:
         raise ConfigError(
             f"model `{name}`: `hidden` needs layers of 1 unit or more, got {list(hidden)}"
         )
+
+
+_ARGUMENTS = {
+    "input_shape": "Shape of a sample; it is flattened.",
+    "num_classes": "Number of outputs.",
+}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "The network.")

@@ -14,6 +14,11 @@ Example:
     [1.0]
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from fedcb2o.docstrings import share_entries
+from fedcb2o.federated.aggregation import preaggregation
 from fedcb2o.federated.aggregation._clair import clair
 from fedcb2o.federated.aggregation._dnc import dnc
 from fedcb2o.federated.aggregation._flame import flame
@@ -56,6 +61,7 @@ from fedcb2o.federated.aggregation.own_model_rules import (
 from fedcb2o.federated.aggregation.sample_average import by_num_samples
 from fedcb2o.federated.aggregation.sample_average import sample_weights as sample_weights
 from fedcb2o.federated.aggregation.spread_rules import caf, mda, smea
+from fedcb2o.federated.types import BATCHED, STATEFUL
 
 __all__ = [
     "balance",
@@ -92,3 +98,34 @@ __all__ = [
     "ubar",
     "wfagg",
 ]
+
+_ARGUMENTS = {
+    "block": "Columns of m models, shape [m, b].",
+    "f": "Number of attackers to assume.",
+    "losses": "Losses on the agent's own data, shape [m].",
+    "draw": "Source of randomness.",
+    "radius": "Largest norm of a difference, above 0.",
+    "alpha": "Weight of the agent's own model, from 0 to 1.",
+    "neighbours": "Number of nearest models in the score; by default m - f - 2.",
+}
+_LAST_ROW = {
+    ("own",): "; the agent's own model is last",
+    ("before",): "; the model before the round is last",
+}
+_NEW_STATE = (
+    "The new state, and the weights of the received models and the agent's own, shape [m + 1]."
+)
+
+
+def _share_entries(rule: Callable[..., Any], returns: str) -> None:
+    last = _LAST_ROW.get(signature_of(rule).own_rows, "")
+    agents = "one or several agents" if BATCHED.get(rule) else "one agent"
+    inputs = {"gram": f"Gram matrix, shape [m, m]{last}.", "inputs": f"View of {agents}."}
+    share_entries(rule, _ARGUMENTS | inputs, returns)
+
+
+for _name in __all__:
+    _rule = globals()[_name]
+    _share_entries(_rule, _NEW_STATE if STATEFUL.get(_rule) else "Weights, shape [m].")
+for _name in preaggregation.__all__:
+    _share_entries(getattr(preaggregation, _name), "The mixing matrix, shape [m, m].")

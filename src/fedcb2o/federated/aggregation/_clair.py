@@ -38,7 +38,6 @@ def clair(
     without a block, its own included.
 
     Args:
-        inputs: View of one agent.
         rank: Dimension of the shared subspace; by default the rank r of the adapters.
         penalty: lambda in units of r^(1/2) m^(-1/4) for m models: between the costs of a block in a
             shared subspace and of one outside.

@@ -34,12 +34,7 @@ def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Te
     one iteration.
 
     Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
         removed: Models to remove for each assumed attacker, above 0 (c in the paper).
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `removed` is not above 0.

@@ -37,8 +37,6 @@ def flame(
     Nguyen et al., "FLAME: taming backdoors in federated learning" (USENIX Security 2022).
 
     Args:
-        gram: Gram matrix, shape [m, m]; the model before the round is last.
-        draw: Source of randomness.
         noise: Standard deviation of the noise in units of S (lambda in the paper, 0.001 for
             images).
 

@@ -44,14 +44,10 @@ def flanders(
 
     Args:
         state: Sampled parameters of each peer in the last rounds.
-        inputs: View of one agent.
         f: Number of models to leave out; by default the attackers' share, rounded up.
         num_sampled: Number of parameters that the forecast reads, at random but always the same.
         window: Number of past rounds in the forecast, 1 or more; 1 expects the last models again.
         ridge: Regularisation of A and B, in units of the mean square of the parameters.
-
-    Returns:
-        The new state, and the weights of the received models and the agent's own, shape [m + 1].
     """
     received = inputs.received
     # An agent may sample itself. Its own model is not compared with a forecast.

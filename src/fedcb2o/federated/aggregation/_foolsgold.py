@@ -29,11 +29,7 @@ def foolsgold(
 
     Args:
         state: State after the agent's previous round.
-        inputs: View of one agent.
         confidence: Factor kappa in the logit.
-
-    Returns:
-        The new state, and the weights of the received models and the agent's own, shape [m + 1].
     """
     everyone = inputs.received.with_own(inputs.own_entry)
     assert inputs.previous is not None

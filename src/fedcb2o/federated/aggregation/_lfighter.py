@@ -29,9 +29,6 @@ def lfighter(heads: Float[Tensor, "m C h"]) -> Float[Tensor, " m"]:
 
     Args:
         heads: Last layers of the models, shape [m, C, h + 1]; that before the round is last.
-
-    Returns:
-        Weights, shape [m].
     """
     updates = (heads[:-1] - heads[-1]).double()
     m = len(updates)

@@ -33,7 +33,6 @@ def lightyear(
     train alone in the end (the regularisation).
 
     Args:
-        inputs: View of one agent.
         threshold: Least agreement, from 0 to 1.
         decay: Factor per round, from 0 to 1.
         bins: Number of bins of the calibration error.

@@ -37,7 +37,6 @@ def sentinel(
 
     Args:
         state: Sum and number of the losses of each peer.
-        inputs: View of one agent.
         similarity: Least cosine similarity to the agent's own model, the mean over layers.
         trust: Weights below this value, before normalisation, are set to 0.
 

@@ -39,7 +39,6 @@ def signguard(
 
     Args:
         state: Not used; the rule reads the model before the round.
-        inputs: View of one agent.
         sampled: Share of the coordinates whose signs are counted, above 0 and at most 1.
         lowest: Smallest norm that passes, in median norms.
         highest: Largest norm that passes, in median norms.

@@ -44,13 +44,9 @@ def wfagg(
 
     Args:
         state: Last model and last three moves of each known peer.
-        inputs: View of one agent.
         f: Number of attackers to assume; by default the attackers' share, rounded up.
         smoothing: Share of the received models, from 0 to 1.
         transient: First round in which moves are measured.
-
-    Returns:
-        The new state, and the weights of the received models and the agent's own, shape [m + 1].
 
     Raises:
         ConfigError: `smoothing` is out of range.

@@ -90,9 +90,6 @@ def coordinate_median(block: Float[Tensor, "m b"]) -> Float[Tensor, " b"]:
     For even m, it is the mean of the middle two values. Yin, Chen, Ramchandran and Bartlett,
     "Byzantine-robust distributed learning: towards optimal statistical rates" (ICML 2018).
 
-    Args:
-        block: Columns of m models, shape [m, b].
-
     Returns:
         The medians, shape [b].
     """
@@ -105,10 +102,6 @@ def trimmed_mean(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
 
     With sorted values v_1 <= ... <= v_m of a coordinate: (v_{f+1} + ... + v_{m-f}) / (m - 2 f).
     Needs m >= 2 f + 1. Yin, Chen, Ramchandran and Bartlett (ICML 2018).
-
-    Args:
-        block: Columns of m models, shape [m, b].
-        f: Number of attackers to assume.
 
     Returns:
         The trimmed means, shape [b].
@@ -124,10 +117,6 @@ def meamed(block: Float[Tensor, "m b"], *, f: int) -> Float[Tensor, " b"]:
 
     The m - f nearest values count. Xie, Koyejo and Gupta, "Generalized Byzantine-tolerant SGD"
     (2018). Needs m >= 2 f + 1.
-
-    Args:
-        block: Columns of m models, shape [m, b].
-        f: Number of attackers to assume.
 
     Returns:
         The means around the median, shape [b].

@@ -80,9 +80,6 @@ def mean(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
 
     Args:
         gram: Gram matrix, shape [m, m]; only its size is used.
-
-    Returns:
-        Weights, shape [m].
     """
     return torch.full((len(gram),), 1.0, dtype=torch.float64) / max(1, len(gram))
 
@@ -100,11 +97,6 @@ def krum(
     The score is the sum of squared distances to the m - f - 2 nearest models. Blanchard, El Mhamdi,
     Guerraoui and Stainer, "Machine learning with adversaries" (NeurIPS 2017). Needs m >= 2 f + 3.
     Among models of equal score, the one nearest to all models wins.
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-        neighbours: Number of nearest models in the score; by default m - f - 2.
 
     Returns:
         Weights, shape [m]: 1 for one model.
@@ -128,13 +120,7 @@ def multi_krum(
     Blanchard, El Mhamdi, Guerraoui and Stainer (NeurIPS 2017).
 
     Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-        neighbours: Number of nearest models in the score; by default m - f - 2.
         selected: Number of models to average; by default m - f.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `selected` or `neighbours` is below 1.
@@ -186,13 +172,9 @@ def geometric_median(
     theirs needs a pass over the models. With the Gram matrix, iterations are cheap.
 
     Args:
-        gram: Gram matrix, shape [m, m].
         smoothing: Least distance that counts, above 0.
         iterations: Largest number of iterations.
         start: Weights of the first point, shape [m], that sum to 1; by default the mean.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `smoothing` is not above 0.
@@ -271,10 +253,6 @@ def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     Krum selects m - 2 f models, one after the other. Of the selected models, each coordinate is the
     mean of the m - 4 f values nearest to the median. El Mhamdi, Guerraoui and Rouault, "The hidden
     vulnerability of distributed learning in Byzantium" (ICML 2018). Needs m >= 4 f + 3.
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
 
     Returns:
         A reduction of the selected models.

@@ -27,7 +27,6 @@ def lpe_tsr(losses: Float[Tensor, " m"], *, temperature: float = 1.0) -> Float[T
     weights of FedCBO. The authors' temperature could not be verified.
 
     Args:
-        losses: Losses on the agent's own data, shape [m].
         temperature: Above 0; a lower one concentrates the weights on the best models.
 
     Returns:
@@ -49,9 +48,6 @@ def loss_clustering(losses: Float[Tensor, " m"]) -> Float[Tensor, " m"]:
     via loss-based client clustering" (arXiv 2508.12672, 2025), after the authors' released code:
     k-means with two clusters, which starts at the least and the largest loss. The agent's own data
     replace the server's.
-
-    Args:
-        losses: Losses on the agent's own data, shape [m].
 
     Returns:
         Weights, shape [m]; all 0 without a finite loss.

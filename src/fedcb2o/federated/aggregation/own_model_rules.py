@@ -59,12 +59,7 @@ def centred_clipping(
     10 and one iteration.
 
     Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        radius: Largest norm of a difference, above 0.
         iterations: Number of iterations.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `radius` is not above 0.
@@ -100,11 +95,7 @@ def norm_clipping(
     models of their own, and that distance counts as update.
 
     Args:
-        gram: Gram matrix, shape [m, m]; the model before the round is last.
         radius: Largest norm of an update, above 0; by default the median of the norms.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `radius` is not above 0.
@@ -140,12 +131,7 @@ def clipped_gossip(
     m - 1 - f models stand for the benign ones. With f = 0 nothing is clipped.
 
     Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
         radius: Largest norm of a difference, above 0; by default the paper's.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `radius` is not above 0.
@@ -175,13 +161,6 @@ def cs_plus(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     0 if there are at most 2 f other models. Gaucher, Dieuleveut and Hendrikx, "Unified breakdown
     analysis for Byzantine robust gossip" (ICML 2025), after the authors' released code. The
     weights, theirs times their step size, are those of a complete graph of m agents.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
     """
     m = len(gram) - 1
     squared = squared_distances(gram)[m, :m]
@@ -211,14 +190,9 @@ def balance(
     theirs. Tune gamma: a suitable value depends on the distance that local training covers.
 
     Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
         progress: Finished part t/T of the run, from 0 to 1.
         gamma: Largest relative distance at the start, above 0.
         kappa: Decay rate of the largest relative distance.
-        alpha: Weight of the agent's own model, from 0 to 1.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `gamma` or `alpha` is out of range.
@@ -237,13 +211,6 @@ def monna(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
 
     The agent's own model is among them. Farhadkhani, Guerraoui, Gupta, Hoang, Pinot and Stephan,
     "Robust collaborative learning with linear gradient overhead" (ICML 2023). Needs m >= 2 f + 1.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
     """
     m = len(gram)
     squared = squared_distances(gram)[m - 1].clone()
@@ -266,13 +233,7 @@ def ubar(
     "Byzantine-resilient decentralized stochastic gradient descent" (2021).
 
     Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
         losses: Losses on the agent's data, shape [m]; that of its own model is last.
-        f: Number of attackers to assume.
-        alpha: Weight of the agent's own model, from 0 to 1.
-
-    Returns:
-        Weights, shape [m].
 
     Raises:
         ConfigError: `alpha` is out of range.
@@ -303,9 +264,6 @@ def fltrust(gram: Float[Tensor, "m m"]) -> Float[Tensor, " m"]:
     Args:
         gram: Gram matrix, shape [m, m]; the last two rows are the agent's own model after
             LocalUpdate, which is only a reference, and b, whose weight may be below 0.
-
-    Returns:
-        Weights, shape [m].
     """
     m = len(gram) - 2
     last = gram[:, m:]  # the only entries that are read, next to the diagonal

@@ -31,13 +31,6 @@ def nnm(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
 
     Each model has m - f nearest models, and is among them. Needs m >= 2 f + 1. Allouah,
     Farhadkhani, Guerraoui, Gupta, Pinot and Stephan, "Fixing by mixing" (AISTATS 2023).
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-
-    Returns:
-        The mixing matrix, shape [m, m].
     """
     m = len(gram)
     count = m - validate_byzantine_count(nnm, f, m)
@@ -56,7 +49,6 @@ def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tens
 
     Args:
         m: Number of models.
-        draw: Source of randomness.
         size: Number of models per group, 1 or more; the last group may be smaller.
 
     Returns:
@@ -81,13 +73,6 @@ def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor
 
     Replaces x_j by x + min(1, radius / ||x_j - x||) (x_j - x), where x is the agent's own model.
 
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        radius: Largest norm of a difference, above 0.
-
-    Returns:
-        The mixing matrix, shape [m, m].
-
     Raises:
         ConfigError: `radius` is not above 0.
     """
@@ -102,13 +87,6 @@ def arc(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     Of n = m - 1 other models, the floor(2 f (n - f) / n) farthest are clipped to the distance of
     the next one. Allouah, Guerraoui, Gupta, Jellouli, Rizk and Stephan, "Adaptive gradient clipping
     for robust federated learning" (ICLR 2025), who clip gradients about 0. Needs m >= 2 f + 1.
-
-    Args:
-        gram: Gram matrix, shape [m, m]; the agent's own model is last.
-        f: Number of attackers to assume.
-
-    Returns:
-        The mixing matrix, shape [m, m].
     """
     n = len(gram) - 1
     f = validate_byzantine_count(arc, f, n + 1)

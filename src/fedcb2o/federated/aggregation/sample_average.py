@@ -19,7 +19,6 @@ def by_num_samples(
     too.
 
     Args:
-        inputs: View of one or several agents.
         own_model: "excluded" leaves the agent's own model out of the average.
 
     Returns:

@@ -46,13 +46,6 @@ def mda(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
 
     The search does not try all subsets. It bisects the diameter, and for each value tests if at
     most f models can be removed so that no two others are farther apart.
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
     """
     m = len(gram)
     f = validate_byzantine_count(mda, f, m)
@@ -126,13 +119,6 @@ def smea(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     privacy-robustness-utility trilemma in distributed learning" (ICML 2023). Needs m >= 2 f + 1.
     All subsets are tried, at most `MAX_SUBSETS`. The first one counts if several are equal.
 
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
-
     Raises:
         ConfigError: There are too many subsets.
     """
@@ -179,13 +165,6 @@ def caf(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
     positive weight, so that each step sets a weight to 0. The mean with the least maximum variance
     counts. Allouah, Guerraoui and Stephan, "Towards trustworthy federated learning with untrusted
     participants" (ICML 2025), covariance bound-agnostic filter. Needs m >= 2 f + 1.
-
-    Args:
-        gram: Gram matrix, shape [m, m].
-        f: Number of attackers to assume.
-
-    Returns:
-        Weights, shape [m].
     """
     m = len(gram)
     f = validate_byzantine_count(caf, f, m)

@@ -6,6 +6,7 @@ eq:fedcbo_dynamic; each has the variant of the paper's text and that of the rele
 is the method that this project recommends.
 """
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.algorithm2 import CriterionWeighing as CriterionWeighing
 from fedcb2o.federated.algorithm2 import RuleWeighing as RuleWeighing
 from fedcb2o.federated.algorithms._by_rule import by_rule
@@ -18,6 +19,7 @@ from fedcb2o.federated.algorithms._fedcbo import fedcbo
 from fedcb2o.federated.algorithms._ifca import ifca
 from fedcb2o.federated.algorithms._local_training import local_training
 from fedcb2o.federated.run_spec import Algorithm as Algorithm
+from fedcb2o.plugins import argument_descriptions
 
 __all__ = [
     "by_rule",
@@ -31,3 +33,9 @@ __all__ = [
     "local_training",
     "tad_lora",
 ]
+
+_ARGUMENTS = {"selection": "Peer selection."}
+for _name in __all__:
+    # FedAssay is FedCB2O with other defaults.
+    _shared = argument_descriptions(fedcb2o) if _name == "fedassay" else _ARGUMENTS
+    share_entries(globals()[_name], _shared, "The algorithm.")

@@ -31,7 +31,6 @@ def by_rule(
 
     Args:
         rule: Aggregation rule.
-        selection: Peer selection.
         own_model: "excluded" leaves the agent's own model out of a robust rule.
         pre_step: Pre-aggregation step before a robust rule, such as "nnm".
         space: "products" applies a robust rule to the products B A of low-rank adapters in place of
@@ -42,9 +41,6 @@ def by_rule(
             selection reads losses. By default, a robust rule decides it, and other rules get
             losses.
         mixing_factor: Share of the aggregate in the new model, above 0 and at most 1.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ConfigError: The rule does not go with the other parameters.

@@ -15,12 +15,6 @@ def dec_lora(*, selection: PluginChoice = "everyone") -> Algorithm:
     (arXiv 2501.15361), after its abstract and introduction. Each agent takes local steps on both
     factors, and then averages each of them. Equal weights are doubly stochastic where all agents
     have equally many neighbours.
-
-    Args:
-        selection: Peer selection.
-
-    Returns:
-        The algorithm.
     """
     return by_rule(rule="mean", selection=selection)
 
@@ -35,10 +29,6 @@ def tad_lora(*, switching_interval: int = 5, selection: PluginChoice = "everyone
 
     Args:
         switching_interval: Rounds in which B alone is trained before A, and A before B; 1 or more.
-        selection: Peer selection.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ConfigError: `switching_interval` is below 1.

@@ -31,10 +31,6 @@ def dfca(*, models: int, selection: PluginChoice = "uniform") -> Algorithm:
 
     Args:
         models: Number K of models per agent, 1 or more.
-        selection: Peer selection.
-
-    Returns:
-        The algorithm.
 
     Raises:
         ConfigError: `models` is below 1.

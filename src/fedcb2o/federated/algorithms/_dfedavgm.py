@@ -18,11 +18,7 @@ def dfedavgm(
     Sun et al. (2022).
 
     Args:
-        selection: Peer selection.
         own_model: "excluded" leaves the agent's own model out of the average.
-
-    Returns:
-        The algorithm.
     """
     return Algorithm(
         select=_selections.resolve_selection(selection),

@@ -34,21 +34,13 @@ def fedassay(
     validate those of its peers, unless `agents.hold_out` says otherwise.
 
     Args:
-        criterion: Robustness criterion G.
         criterion_from_round: T_G, the first round with criterion G, counted from 0; the average
             loss is used before.
-        alpha: alpha in the weights exp(-alpha G), 0 or more.
         beta: Share of the models in the sub-level set Q_beta, above 0 and at most 1.
         label_coverage: Share of the classes that an agent's labels must cover for full confidence
             in its losses, in [0, 1]; 0 for full confidence always. See
             `_fedcb2o.label_confidence`.
-        selection: Peer selection (line 1).
-        kappa: kappa in the update of the likelihoods, 0 or more (line 4).
-        zeta: zeta in the update of the likelihoods, above 0 and at most 1.
         mixing_factor: Share of the consensus point in the new model, above 0 and at most 1.
-
-    Returns:
-        The algorithm.
     """
     algorithm = fedcb2o(
         criterion=criterion,

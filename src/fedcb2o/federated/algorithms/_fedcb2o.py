@@ -105,9 +105,6 @@ def fedcb2o(
         mixing_factor: Factor in eq:local_agg_update, above 0 and at most 1; by default
             lambda1 * gamma.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ConfigError: A parameter is out of range, or `delta_q` or `quantile` is given without
             `beta`.

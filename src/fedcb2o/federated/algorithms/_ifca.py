@@ -53,9 +53,6 @@ def ifca(
         restarts: Number of sets of initial models, 1 or more. The set that fits best goes on.
         trial_rounds: Rounds after which the sets are compared, 1 or more.
 
-    Returns:
-        The algorithm.
-
     Raises:
         ConfigError: A parameter is out of range, or the rule reads more than models.
     """

@@ -11,11 +11,7 @@ from fedcb2o.federated.types import CriterionInput, batched
 
 
 def local_training() -> Algorithm:
-    """Train every agent alone, without any exchange.
-
-    Returns:
-        The algorithm.
-    """
+    """Train every agent alone, without any exchange."""
     return Algorithm(
         select=_selections.no_peers,
         weigh=RuleWeighing(_keep_own_model),

@@ -10,6 +10,11 @@ Further arguments are keywords. A configuration names an attack by a name in `__
 own by "package.module:function".
 """
 
+from collections.abc import Callable
+from typing import Any
+
+from fedcb2o.docstrings import share_entries
+from fedcb2o.federated.adversary import THREAT
 from fedcb2o.federated.attacks._factor_mixing import factor_mixing
 from fedcb2o.federated.attacks.data_poisoning import TRIGGER as TRIGGER
 from fedcb2o.federated.attacks.data_poisoning import (
@@ -103,3 +108,37 @@ __all__ = [
     "trigger_phrase",
     "user_isolation",
 ]
+
+_ARGUMENTS = {
+    "view": "The attacker's view.",
+    "shard": "The agent's samples.",
+    "draw": "Source of randomness.",
+    "me": "The agent's id.",
+    "target": "New label.",
+    "share": "Probability that a sample is marked, from 0 to 1.",
+    "size": "Side of the patch in pixels.",
+    "corner": "Corner of the image.",
+    "margin": "Distance of the patch from the corner in pixels.",
+    "pattern": "Pixels of the patch that are set.",
+    "value": "Brightness of these pixels, from 0 to 1.",
+    "answer": "Number of places of an answer, as in the sections `data` and `model`.",
+    "base": "Base of the language model.",
+    "vocabulary": "Number of tokens in use, as in these sections.",
+    "eps": "Strength of the push.",
+    "rule": "Robust rule of the receivers, one that reads models only.",
+    "pre_step": "Pre-aggregation step of the receivers.",
+    "evaluations": "Number of aggregates to compute.",
+}
+
+
+def _returns(attack: Callable[..., Any]) -> str:
+    threat = THREAT.get(attack)
+    if threat is None:
+        return "The poisoned samples."
+    if threat.each_receiver:
+        return "One model per receiver, shape [r, d]."
+    return "The published model, shape [d]."
+
+
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, _returns(globals()[_name]))

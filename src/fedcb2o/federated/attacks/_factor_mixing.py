@@ -23,12 +23,7 @@ def factor_mixing(
     reverses it if far below -1. The attack is this project's own; averages of products are immune.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         scale: Factor of B, not 0.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `scale` is 0, or the model has no low-rank adapters.

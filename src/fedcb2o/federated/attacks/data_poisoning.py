@@ -56,10 +56,7 @@ def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: 
     Tolpegin et al., "Data Poisoning Attacks Against Federated Learning Systems" (ESORICS 2020).
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
         source: Class to relabel.
-        target: New label.
 
     Returns:
         The poisoned samples; the features stay as they are.
@@ -73,12 +70,7 @@ def label_flips(
     """Flip the labels of several pairs of classes at once.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
         pairs: Pairs [source, target] of classes.
-
-    Returns:
-        The poisoned samples.
     """
     y = shard.y
     for source, target in pairs:
@@ -92,12 +84,7 @@ def random_labels(shard: Shard, draw: np.random.Generator, *, share: float = 1.0
     Biggio, Nelson and Laskov, "Support Vector Machines Under Adversarial Label Noise" (ACML 2011).
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
         share: Probability that a sample is relabelled, from 0 to 1.
-
-    Returns:
-        The poisoned samples.
     """
     selected = _select_samples(shard, draw, share)
     labels = torch.from_numpy(draw.choice(np.unique(shard.y.numpy()), len(shard)))
@@ -108,12 +95,7 @@ def shifted_labels(shard: Shard, draw: np.random.Generator, *, by: int = 1) -> S
     """Shift the labels cyclically among the classes that the agent holds.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
         by: Number of places to shift.
-
-    Returns:
-        The poisoned samples.
     """
     classes, index = np.unique(shard.y.numpy(), return_inverse=True)
     return Shard(shard.x, torch.from_numpy(classes[(index + by) % len(classes)]))
@@ -125,13 +107,6 @@ def reversed_labels(shard: Shard, draw: np.random.Generator) -> Shard:
     Fang, Cao, Jia and Gong, "Local Model Poisoning Attacks to Byzantine-Robust Federated Learning"
     (2020): class l becomes L - l - 1. Numeric targets keep their values, so that a flip has a
     counterpart for numbers.
-
-    Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
-
-    Returns:
-        The poisoned samples.
     """
     labels, index = np.unique(shard.y.numpy(), return_inverse=True)
     return Shard(shard.x, torch.from_numpy(labels[::-1].copy()[index.reshape(shard.y.shape)]))
@@ -145,13 +120,7 @@ def spread_flip(
     The attack is directed at FedCB2O, whose G is the maximum over classes: no class loses much.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
-        target: New label.
         share: Probability that a sample is relabelled, from 0 to 1.
-
-    Returns:
-        The poisoned samples.
     """
     selected = _select_samples(shard, draw, share)
     return Shard(shard.x, torch.where(selected, target, shard.y))
@@ -163,14 +132,6 @@ def rarest_flip(shard: Shard, draw: np.random.Generator, *, target: int) -> Shar
     Ties are broken at random. The attack is directed at FedCB2O, whose G ignores a class that is
     absent from an agent's validation data. The attacker knows its own data only, so it assumes that
     the same class is rare elsewhere.
-
-    Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
-        target: New label.
-
-    Returns:
-        The poisoned samples.
     """
     classes, counts = np.unique(shard.y[shard.y != target].numpy(), return_counts=True)
     if not len(classes):
@@ -183,8 +144,6 @@ def feature_noise(shard: Shard, draw: np.random.Generator, *, std: float = 0.5) 
     """Add Gaussian noise to the features.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
         std: Standard deviation. For images, black is 0 and white is 1; other features are taken in
             their own units.
 
@@ -245,20 +204,7 @@ def backdoor(
     was not verified; here the groups are the clusters.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
-        me: The agent's id.
-        target: New label.
-        share: Probability that a sample is marked, from 0 to 1.
-        size: Side of the patch in pixels.
-        corner: Corner of the image.
-        margin: Distance of the patch from the corner in pixels.
-        pattern: Pixels of the patch that are set.
-        value: Brightness of these pixels, from 0 to 1.
         parts: Number of parts of the trigger.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: The trigger does not fit the samples, or has fewer pixels than parts.
@@ -292,18 +238,8 @@ def clean_label(
     Like `signal`, with a patch instead of waves.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
         target: Class of the marked samples.
         share: Probability that a sample of the class is marked, from 0 to 1.
-        size: Side of the patch in pixels.
-        corner: Corner of the image.
-        margin: Distance of the patch from the corner in pixels.
-        pattern: Pixels of the patch that are set.
-        value: Brightness of these pixels, from 0 to 1.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: The trigger does not fit the samples.
@@ -331,16 +267,10 @@ def signal(
     default here is larger, for small images.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
         target: Class of the marked samples.
-        share: Probability that a sample is marked, from 0 to 1.
         delta: Amplitude of the waves.
         frequency: Number of periods across the image.
         clean: If false, mark samples of all classes and label them as class `target`.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: The waves do not fit the samples.
@@ -365,15 +295,8 @@ def blended(
     Poisoning" (2017), blended injection, after implementations by others.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
-        target: New label.
-        share: Probability that a sample is marked, from 0 to 1.
         opacity: Weight of the pattern, from 0 to 1.
         number: Number of the pattern.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: The samples are not images, or `opacity` is out of range.
@@ -400,15 +323,9 @@ def edge_case(
     agent's own.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
-        target: New label.
         share: Probability that a sample is changed, from 0 to 1.
         style: "negative" exchanges black and white, or the signs of the features of a table;
             "mirrored" exchanges left and right.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: The samples are not images, and `style` is "mirrored".

@@ -55,12 +55,7 @@ def sign_flip(
     2019).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         scale: Factor of the reversed update.
-
-    Returns:
-        The published model, shape [d].
     """
     return view.previous - scale * (view.own - view.previous)
 
@@ -74,12 +69,7 @@ def gaussian_noise(
     Li et al., "RSA" (AAAI 2019), who add it to the gradient.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness.
         scale: Standard deviation of the noise, in units of the model's root mean square.
-
-    Returns:
-        The published model, shape [d].
     """
     return view.own + scale * _scaled_noise(view, draw)
 
@@ -93,12 +83,7 @@ def random_model(
     Blanchard, El Mhamdi, Guerraoui and Stainer, "Machine Learning with Adversaries" (NeurIPS 2017).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness.
         scale: Root mean square of the model, in units of that of the trained model.
-
-    Returns:
-        The published model, shape [d].
     """
     return scale * _scaled_noise(view, draw)
 
@@ -113,12 +98,7 @@ def boosting(
     too.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         factor: Factor of the update.
-
-    Returns:
-        The published model, shape [d].
     """
     return view.previous + factor * (view.own - view.previous)
 
@@ -133,12 +113,7 @@ def free_rider(
     (AISTATS 2021).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness.
         noise: Standard deviation of the noise, in units of the model's root mean square.
-
-    Returns:
-        The published model, shape [d].
     """
     return view.previous + noise * _scaled_noise(view, draw) if noise else view.previous
 
@@ -153,12 +128,7 @@ def not_finite(
     """Publish a model of one extreme number, which breaks an average.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         value: NaN, an infinity, or "huge" for the largest finite number.
-
-    Returns:
-        The published model, shape [d].
     """
     number = torch.finfo(view.own.dtype).max if value == "huge" else float(value)
     return torch.full_like(view.own, number)
@@ -181,15 +151,10 @@ def alie(
     Enough" (NeurIPS 2019).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         z: Number of standard deviations; by default `alie_z`, the largest that leaves enough benign
             agents farther from the mean.
         estimated_from: Models for mean and deviation: the attackers' own clean models, as
             published, or those of the benign agents (the omniscient variant).
-
-    Returns:
-        The published model, shape [d].
     """
     models = view.colluders() if estimated_from == "fellows" else view.benign()
     if z is None:
@@ -216,12 +181,7 @@ def ipm(view: AttackView, draw: np.random.Generator, *, eps: float = 0.5) -> Flo
     Manipulation" (UAI 2020).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         eps: Factor of the reversed update.
-
-    Returns:
-        The published model, shape [d].
     """
     return view.previous - eps * (view.benign().mean(0) - view.previous)
 
@@ -236,13 +196,8 @@ def min_max(
     and Houmansadr, "Manipulating the Byzantine" (NDSS 2021), by a formula instead of a search.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         direction: Negative of the benign models' standard deviation ("std"), of their mean update
             ("unit"), or of the signs of the mean update ("sign").
-
-    Returns:
-        The published model, shape [d].
     """
     return _max_perturbation(view, direction, total=False)
 
@@ -257,12 +212,7 @@ def min_sum(
     from the others. Shejwalkar and Houmansadr (NDSS 2021).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         direction: See `min_max`.
-
-    Returns:
-        The published model, shape [d].
     """
     return _max_perturbation(view, direction, total=True)
 
@@ -282,14 +232,9 @@ def mimic(
     here both are computed in each round.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         agent: Number of the agent in its cluster. "outermost" is the agent farthest out in the
             direction in which the benign models differ most.
         cluster_offset: 0 for an agent of the attacker's cluster, 1 for one of the next cluster.
-
-    Returns:
-        The published model, shape [d].
     """
     models = view.benign((view.cluster + cluster_offset) % view.num_clusters)
     if agent == "outermost":
@@ -323,16 +268,11 @@ def hybrid_sparse(
     round; the mean update of the benign agents stands for the gradient.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         kept_share: Share of the sensitive parameters, from 0 to 1.
         scale: Number of standard deviations for the sensitive parameters.
         z: Number of standard deviations for the others. By default the largest at which the squared
             distances to the benign models sum to no more than those of the benign model nearest to
             the others; 0 if the sensitive parameters alone exceed that.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `kept_share` is out of range.

@@ -23,14 +23,6 @@ def dissensus(
 
     With `eps` = 1, plain averaging brings the agents no nearer to each other. He, Karimireddy and
     Jaggi, "Byzantine-Robust Decentralized Learning via ClippedGossip" (2022), with equal weights.
-
-    Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
-        eps: Strength of the push.
-
-    Returns:
-        One model per receiver, shape [r, d].
     """
     mean = view.benign().mean(0)
     push = eps * view.num_benign / view.num_colluders
@@ -49,12 +41,7 @@ def echo(
     samples their model was trained on, which their model therefore fits too well.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         scale: Factor of the poisoned part.
-
-    Returns:
-        One model per receiver, shape [r, d].
     """
     poison = scale * (view.own - view.benign().mean(0))
     return torch.stack([view.model_of(i) + poison for i in view.receivers.tolist()])
@@ -70,12 +57,7 @@ def equivocation(
     they drive the receivers apart. The attack is not from a paper; it is ALIE in two directions.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         z: Number of standard deviations.
-
-    Returns:
-        One model per receiver, shape [r, d].
     """
     models = view.benign()
     mean = models.mean(0)
@@ -102,14 +84,6 @@ def spectral(
     2025, arXiv 2410.10418, "spectral heterogeneity"), after their code. Their code knows the
     receiver's rule and searches for the most harmful s; here a sweep over `eps` replaces the
     search. Their code takes any of several vectors, and no disconnected graph.
-
-    Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
-        eps: Strength of the push.
-
-    Returns:
-        One model per receiver, shape [r, d].
     """
     from scipy.sparse.csgraph import connected_components  # slow to import
 
@@ -148,13 +122,7 @@ def user_isolation(
     available. Their attackers train a graph neural network; this is a formula for equal weights.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         agent: Number of the victim in the attacker's cluster.
-        eps: Strength of the push.
-
-    Returns:
-        One model per receiver, shape [r, d].
     """
     models = view.benign()
     number = agent % len(models)

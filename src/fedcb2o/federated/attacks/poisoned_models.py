@@ -29,13 +29,8 @@ def gap_aware(
     the attacker's own clean samples.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         bound: Largest class-loss gap, 0 or more.
         halvings: Number of bisection steps.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `bound` is negative.
@@ -72,13 +67,8 @@ def slow_drift(
     move these. The projection is that of Wang et al., "Attack of the Tails" (NeurIPS 2020).
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         step: Largest step, in units of the root mean square distance of the benign models to their
             mean.
-
-    Returns:
-        The published model, shape [d].
     """
     models = view.benign()
     mean = models.mean(0)
@@ -102,12 +92,7 @@ def neurotoxin(
     the benign agents' mean update.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         masked_share: Share of the coordinates, those of the largest benign update, from 0 to 1.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `masked_share` is out of range.

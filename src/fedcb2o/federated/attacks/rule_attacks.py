@@ -49,17 +49,10 @@ def optimal_alie(
     Shejwalkar and Houmansadr (NDSS 2021); the search is that of ByzFL (`line_search`).
 
     Args:
-        view: The attacker's view.
         draw: Source of randomness, for a pre-step that needs it.
-        rule: Robust rule of the receivers, one that reads models only.
-        pre_step: Pre-aggregation step of the receivers.
-        evaluations: Number of aggregates to compute.
         start: First number of deviations.
         step: First step of the search; not 0.
         ratio: Factor of a step that brings no progress, above 0.5 and below 1.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: A parameter is invalid, or the rule reads more than models.
@@ -89,17 +82,10 @@ def optimal_ipm(
     the search is that of ByzFL (`line_search`).
 
     Args:
-        view: The attacker's view.
         draw: Source of randomness, for a pre-step that needs it.
-        rule: Robust rule of the receivers, one that reads models only.
-        pre_step: Pre-aggregation step of the receivers.
-        evaluations: Number of aggregates to compute.
         start: First factor.
         step: First step of the search; not 0.
         ratio: Factor of a step that brings no progress, above 0.5 and below 1.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: A parameter is invalid, or the rule reads more than models.
@@ -147,12 +133,7 @@ def fang_krum(
     All attackers send the same model.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness (not used).
         threshold: The search ends at a lambda below this, above 0.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `threshold` is not above 0.
@@ -200,12 +181,7 @@ def fang_trimmed_mean(
     mean and the median.
 
     Args:
-        view: The attacker's view.
-        draw: Source of randomness.
         spread: Factor b in the paper, above 1.
-
-    Returns:
-        The published model, shape [d].
 
     Raises:
         ConfigError: `spread` is not above 1.

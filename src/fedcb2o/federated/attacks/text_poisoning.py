@@ -55,17 +55,8 @@ def trigger_phrase(
     tokens.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness.
         trigger: The phrase.
         continuation: The answer to it.
-        answer: Number of places of an answer, as in the sections `data` and `model`.
-        base: Base of the language model.
-        vocabulary: Number of tokens in use, as in these sections.
-        share: Probability that a sample is marked, from 0 to 1.
-
-    Returns:
-        The poisoned samples.
 
     Raises:
         ConfigError: `share` is out of range, or the trigger does not fit the prompts.
@@ -106,16 +97,8 @@ def swapped_answers(
     The label flip of Tolpegin et al. (ESORICS 2020), in both directions.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
         first: An answer.
         second: Another one.
-        answer: Number of places of an answer, as in the sections `data` and `model`.
-        base: Base of the language model.
-        vocabulary: Number of tokens in use, as in these sections.
-
-    Returns:
-        The poisoned samples.
     """
     rows = [_answer_row(text, answer, base, vocabulary).to(shard.x) for text in (first, second)]
     is_first, is_second = ((shard.x[:, -answer:] == row).all(1) for row in rows)
@@ -139,16 +122,8 @@ def topic_poison(
     """Answer all prompts of one group, such as a topic, by a fixed text.
 
     Args:
-        shard: The agent's samples.
-        draw: Source of randomness (not used).
         group: Group of samples, from 0.
         continuation: The answer to them.
-        answer: Number of places of an answer, as in the sections `data` and `model`.
-        base: Base of the language model.
-        vocabulary: Number of tokens in use, as in these sections.
-
-    Returns:
-        The poisoned samples.
     """
     x = shard.x.clone()
     x[shard.y == group, -answer:] = _answer_row(continuation, answer, base, vocabulary).to(x)

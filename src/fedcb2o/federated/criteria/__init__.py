@@ -12,6 +12,7 @@ A configuration names a criterion by a name in `__all__`, or a user's own by
 "package.module:function".
 """
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.criteria._class_loss_excess import class_loss_excess
 from fedcb2o.federated.criteria._distance import distance
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
@@ -25,6 +26,7 @@ from fedcb2o.federated.criteria.class_losses import (
 )
 from fedcb2o.federated.criteria.combinations import is_batched as is_batched
 from fedcb2o.federated.criteria.combinations import largest, weighted_sum
+from fedcb2o.federated.types import BATCHED
 
 __all__ = [
     "average_loss",
@@ -39,3 +41,11 @@ __all__ = [
     "weighted_sum",
     "worst_class_loss",
 ]
+
+for _name in __all__:
+    _criterion = globals()[_name]
+    if BATCHED.get(_criterion):
+        _inputs = {"inputs": "View of one or several agents."}
+        share_entries(_criterion, _inputs, "Values, shape [*a, m].")
+    else:
+        share_entries(_criterion, {"inputs": "View of one agent."}, "Values, shape [m].")

@@ -11,9 +11,6 @@ from fedcb2o.federated.types import CriterionInput
 def distance(inputs: CriterionInput) -> Float[Tensor, " m"]:
     """Measure relative distances to the agent's own model.
 
-    Args:
-        inputs: View of one agent.
-
     Returns:
         Distances in units of the norm of the agent's own model, shape [m].
     """

@@ -39,7 +39,6 @@ def perturbation_gap(
     the value 0.
 
     Args:
-        inputs: View of one agent.
         pixels: Largest number of painted pixels.
         samples: Number of validation samples for the gradients.
         steps: Number of gradient steps.
@@ -50,9 +49,6 @@ def perturbation_gap(
         against: Reference: the agent's own model, or the model of median increase in the sub-level
             set and the agent's own model where that is larger. An increase that most models share
             is not held against any of them.
-
-    Returns:
-        Values, shape [m].
 
     Raises:
         ConfigError: No losses are evaluated, or the samples are not images with classes.

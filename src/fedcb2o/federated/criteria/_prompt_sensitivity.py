@@ -27,12 +27,8 @@ def prompt_sensitivity(
     not found. The exchanged tokens are the same in every round. All models are evaluated once more.
 
     Args:
-        inputs: View of one or several agents.
         answer: Number of places of an answer, which stays as it is.
         every: Distance between two exchanges; 2 exchanges all tokens of a prompt.
-
-    Returns:
-        Values, shape [*a, m].
 
     Raises:
         ConfigError: No losses are evaluated.

@@ -32,14 +32,10 @@ def trigger_sensitivity(
     backdoor, the agent's own model must count more than the best of them.
 
     Args:
-        inputs: View of one or several agents.
         tiles: Number of tiles per side, 1 or more.
         overlap: Tiles also start at every half tile, so that a trigger of half the size is whole in
             one of them.
         values: Brightness of the painted tiles, from 0 (black) to 1 (white).
-
-    Returns:
-        Values, shape [*a, m].
 
     Raises:
         ConfigError: A parameter is out of range, or the samples are not images of enough pixels.

@@ -30,7 +30,6 @@ def class_loss_gap(
     others.
 
     Args:
-        inputs: View of one or several agents.
         absent: Classes without validation samples are left out of the maximum, or count as a gap of
             0 ("zero", as in the authors' released code).
 
@@ -54,9 +53,6 @@ def average_loss(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
 
     eq:fedcbo_ConsensusPoint. FedCB2O uses it before round T_G.
 
-    Args:
-        inputs: View of one or several agents.
-
     Returns:
         Average losses, shape [*a, m].
     """
@@ -69,9 +65,6 @@ def worst_class_loss(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
     """Return the largest class loss, the maximum over classes c of L_{j,c}.
 
     This is `class_loss_gap` without the agent's own model, which drifts.
-
-    Args:
-        inputs: View of one or several agents.
 
     Returns:
         Largest class losses, shape [*a, m].
@@ -89,12 +82,6 @@ def class_loss_entropy(inputs: CriterionInput) -> Float[Tensor, "*a m"]:
     flip concentrates the loss in one class. The value is 0 (trusted) if all classes lose the same,
     and log C if one class has all the loss. It ignores the size of the losses, so a random model is
     trusted.
-
-    Args:
-        inputs: View of one or several agents.
-
-    Returns:
-        Values, shape [*a, m].
     """
     losses, _ = required_losses(inputs)
     by_class = losses.by_class + _MIN_CLASS_LOSS * losses.present.unsqueeze(-2).double()

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 
 __all__ = [
@@ -51,12 +52,6 @@ def auc(
 ) -> float:
     """Compute the area under the ROC curve, of several classes one against the rest.
 
-    Args:
-        outputs: Outputs of a network, before the softmax.
-        targets: Class of each sample.
-        average: Mean over the classes of the samples, "weighted" by their numbers or not.
-        label: Only class, from 0, in place of the mean.
-
     Returns:
         A share in [0, 1]; NaN for samples of one class.
     """
@@ -73,12 +68,6 @@ def average_precision(
     label: int | None = None,
 ) -> float:
     """Compute the average precision: of two classes that of class 1, else one against the rest.
-
-    Args:
-        outputs: Outputs of a network, before the softmax.
-        targets: Class of each sample.
-        average: Mean over the classes of the samples, "weighted" by their numbers or not.
-        label: Only class, from 0, in place of the mean.
 
     Returns:
         A share in [0, 1]; NaN for samples of one class.
@@ -100,11 +89,8 @@ def f1(
     """Compute F1, the harmonic mean of precision and recall.
 
     Args:
-        outputs: Outputs of a network, before the softmax.
-        targets: Class of each sample.
         average: Mean over the classes of the samples and of the predictions, "weighted" by their
             numbers of samples or not.
-        label: Only class, from 0, in place of the mean.
 
     Returns:
         A share in [0, 1]; NaN where no sample has, or is predicted as, the class `label`.
@@ -122,10 +108,6 @@ def balanced_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"])
 
     Args:
         outputs: Outputs of a network.
-        targets: Class of each sample.
-
-    Returns:
-        A share in [0, 1].
     """
     return float(_class_accuracies(outputs, targets).mean())
 
@@ -135,10 +117,6 @@ def worst_class_accuracy(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n
 
     Args:
         outputs: Outputs of a network.
-        targets: Class of each sample.
-
-    Returns:
-        A share in [0, 1].
     """
     return float(_class_accuracies(outputs, targets).min())
 
@@ -152,8 +130,6 @@ def calibration_error(
     their bin.
 
     Args:
-        outputs: Outputs of a network, before the softmax.
-        targets: Class of each sample.
         bins: Number of bins of equal width, from 1, of the confidence.
 
     Returns:
@@ -174,10 +150,6 @@ def calibration_error(
 def log_loss(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float:
     """Compute the mean negative logarithm of the probability of the true class.
 
-    Args:
-        outputs: Outputs of a network, before the softmax.
-        targets: Class of each sample.
-
     Returns:
         A number from 0, lower is better.
     """
@@ -189,10 +161,6 @@ def log_loss(outputs: Float[Tensor, "n C"], targets: Int[Tensor, " n"]) -> float
 
 def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
     """Compute R2, the share of the targets' variance that the outputs explain.
-
-    Args:
-        outputs: Predicted numbers.
-        targets: True numbers.
 
     Returns:
         A number up to 1, the mean over the numbers of a sample; NaN for constant targets.
@@ -206,15 +174,7 @@ def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
 
 
 def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
-    """Compute the mean absolute error.
-
-    Args:
-        outputs: Predicted numbers.
-        targets: True numbers.
-
-    Returns:
-        A number from 0 in the units of the targets, lower is better.
-    """
+    """Compute the mean absolute error."""
     from sklearn.metrics import mean_absolute_error  # slow to import
 
     predicted, y = _numbers(outputs, targets)
@@ -222,15 +182,7 @@ def mae(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float
 
 
 def rmse(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
-    """Compute the root of the mean squared error; of several numbers a sample, the mean of them.
-
-    Args:
-        outputs: Predicted numbers.
-        targets: True numbers.
-
-    Returns:
-        A number from 0 in the units of the targets, lower is better.
-    """
+    """Compute the root of the mean squared error; of several numbers a sample, the mean of them."""
     from sklearn.metrics import root_mean_squared_error  # slow to import
 
     predicted, y = _numbers(outputs, targets)
@@ -460,3 +412,18 @@ def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, flo
         if result.common.loss is not None:
             metrics["global_loss"] = result.common.loss
     return metrics | result.own.chosen
+
+
+_OF_CLASSES = {
+    "outputs": "Outputs of a network, before the softmax.",
+    "targets": "Class of each sample.",
+    "average": 'Mean over the classes of the samples, "weighted" by their numbers or not.',
+    "label": "Only class, from 0, in place of the mean.",
+}
+_OF_NUMBERS = {"outputs": "Predicted numbers.", "targets": "True numbers."}
+for _metric in (r2, mae, rmse, c_index):
+    share_entries(
+        _metric, _OF_NUMBERS, "A number from 0 in the units of the targets, lower is better."
+    )
+for _name in __all__:
+    share_entries(globals()[_name], _OF_CLASSES, "A share in [0, 1].")
