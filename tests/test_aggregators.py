@@ -24,7 +24,9 @@ CLASSES = {
 }
 FUNCTIONS = sorted(set(aggregators.__all__) - set(CLASSES) - {"Aggregator"})
 # rules whose only input is the models
-ALONE = sorted(name for name, kind in CLASSES.items() if kind.__call__.__code__.co_argcount == 2)
+ALONE = sorted(
+    name for name, kind in CLASSES.items() if len(inspect.signature(kind.__call__).parameters) == 2
+)
 PRE = ["ARC", "NNM", "Bucketing", "Clipping"]
 WITH_F = sorted(name for name, kind in CLASSES.items() if hasattr(kind, "f"))
 

@@ -3,10 +3,12 @@
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar, dataclass_transform, overload
+from typing import Any, ClassVar, TypeVar, dataclass_transform
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -20,7 +22,6 @@ from fedcb2o.federated.aggregation import base
 from fedcb2o.federated.aggregation.gram_matrix import gram
 from fedcb2o.user_values import to_tensor
 
-P = ParamSpec("P")
 A = TypeVar("A", bound="Aggregator")
 
 _CHUNK = 4096  # the rounding of a sum grows with its length
@@ -30,6 +31,18 @@ _PARAMETERS = {
     "clip_f": "Assume fewer if there are too few models, with a warning, instead of an error.",
     "rng": "Source of randomness; by default a new one in each call.",
     "in_place": "Write into the tensor or array of the caller, without new memory.",
+}
+
+
+# Names in a call of the models in a rule's own rows.
+_OWN_MODELS = {"own": "own", "before": "previous"}
+
+# Meanings of the other inputs of a call.
+_INPUTS = {
+    "own": " `own` is the agent's own model.",
+    "previous": " `previous` is the agent's model before the round.",
+    "progress": " `progress` is t, from 0 to 1.",
+    "losses": " `losses` are on validation data, of the models and last of `own`, if there is one.",
 }
 
 
@@ -53,14 +66,6 @@ class Aggregator:
                 base.clip_byzantine_count(aggregation.mean, getattr(self, "f"), 0)  # noqa: B009
 
 
-@dataclass(frozen=True)
-class Robust(Aggregator):
-    """Base class of aggregators whose only parameters are the number of attackers and `clip_f`."""
-
-    f: int = 0
-    clip_f: bool = dataclasses.field(default=False, kw_only=True)
-
-
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def aggregator(rule: Callable[..., Any], **keywords: str) -> Callable[[type[A]], type[A]]:
     """Make an immutable class of aggregators from a robust rule or a pre-aggregation step.
@@ -70,59 +75,70 @@ def aggregator(rule: Callable[..., Any], **keywords: str) -> Callable[[type[A]],
     """
 
     def make(kind: type[A]) -> type[A]:
-        own = plugins.docstring_sections(kind)
-        summary, _, body = own[""].strip().partition("\n\n")
-        body = body or plugins.docstring_sections(rule)[""].strip().partition("\n\n")[2]
-        texts = {**_PARAMETERS, **plugins.argument_descriptions(rule)}
-        texts |= {name: texts[keyword] for name, keyword in keywords.items()}
-        texts |= plugins.argument_descriptions(kind)
-
-        made = dataclass(frozen=True)(kind)
-        entries = [docstring_entry(one.name, texts[one.name]) for one in dataclasses.fields(made)]
-        sections = {"Args": "\n".join(entries), "Example": own["Example"]}
-        whole = [f"{name}:\n{text}".rstrip() for name, text in sections.items() if text]
-        made.__doc__ = "\n\n".join([summary, body, *whole])
-        made._rule = staticmethod(rule)
-        return made
+        return _described(dataclass(frozen=True)(kind), rule, keywords)
 
     return make
 
 
-def of_models(self: Aggregator, models: Models) -> Any:
-    """Aggregate models; the result has their type."""
-    return aggregate(self, models)
+def _described(kind: type[A], rule: Callable[..., Any], keywords: Mapping[str, str]) -> type[A]:
+    """Set the rule of a class, and complete its docstring by that of the rule."""
+    own = plugins.docstring_sections(kind)
+    summary, _, body = own[""].strip().partition("\n\n")
+    body = body or plugins.docstring_sections(rule)[""].strip().partition("\n\n")[2]
+    texts = {**_PARAMETERS, **plugins.argument_descriptions(rule)}
+    texts |= {name: texts[keyword] for name, keyword in keywords.items()}
+    texts |= plugins.argument_descriptions(kind)
+
+    entries = [docstring_entry(one.name, texts[one.name]) for one in dataclasses.fields(kind)]
+    sections = {"Args": "\n".join(entries), "Example": own["Example"]}
+    whole = [f"{name}:\n{text}".rstrip() for name, text in sections.items() if text]
+    kind.__doc__ = "\n\n".join([summary, body, *whole])
+    kind._rule = staticmethod(rule)
+    return kind
 
 
-def of_received(self: Aggregator, models: Models, own: Any) -> Any:
-    """Aggregate received models with the agent's own model."""
-    return aggregate(self, models, own=(own,))
+def of_rule(name: str, rule: Callable[..., Any], call: str, result: str) -> Any:
+    """Make a class of aggregators from the parameters and the inputs of a robust rule.
+
+    `call` is an example without the name of the class, and `result` the value that Python prints.
+    """
+    parameters = plugins.parameters(rule)
+    own_rows = base.signature_of(rule).own_rows
+    inputs = ["models", *(_OWN_MODELS[row] for row in own_rows)]
+    inputs += [name for name in extra_inputs(rule) if name != "draw"]
+    fields: list[Any] = []
+    for key, parameter in parameters.items():
+        fields.append((key, parameter.annotation, 0 if key == "f" else parameter.default))
+    if "draw" in extra_inputs(rule):
+        fields.append(("rng", np.random.Generator | None, None))
+    if "f" in parameters:
+        fields.append(("clip_f", bool, dataclasses.field(default=False, kw_only=True)))
+
+    kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    signature = inspect.Signature([inspect.Parameter(one, kind) for one in ("self", *inputs)])
+
+    def aggregate_models(self: Aggregator, *arguments: Any, **named: Any) -> Any:
+        return aggregate(**signature.bind(self, *arguments, **named).arguments)
+
+    aggregate_models.__signature__ = signature  # type: ignore[attr-defined]  # of a function
+    texts = [_INPUTS[one] for one in inputs if one in _INPUTS]
+    aggregate_models.__doc__ = f"Aggregate models; the result has their type.{''.join(texts)}"
+    made = dataclasses.make_dataclass(
+        name, fields, bases=(Aggregator,), namespace={"__call__": aggregate_models}, frozen=True
+    )
+    # The module of the caller, in which pickle finds the class.
+    made.__module__ = sys._getframe(1).f_globals["__name__"]
+    summary = plugins.docstring_sections(rule)[""].strip().partition("\n\n")[0]
+    made.__doc__ = f"{summary}\n\nExample:\n    >>> {name}{call}\n    {result}\n"
+    return _described(made, rule, {})
 
 
-def of_losses(self: Aggregator, models: Models, losses: Any) -> Any:
-    """Aggregate models by their losses on validation data."""
-    return aggregate(self, models, losses=losses)
+def extra_inputs(rule: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the inputs of a rule next to models: numbers, one per model or for all."""
+    first = int(base.signature_of(rule).reads != "values")
+    return plugins.positional_inputs(rule)[first:]
 
 
-@overload
-def function_of(
-    name: str,
-    aggregator: Callable[P, Callable[[Models], Any]],
-) -> Callable[Concatenate[Models, P], Any]: ...
-@overload
-def function_of(
-    name: str,
-    aggregator: Callable[P, Callable[[Models, Any], Any]],
-) -> Callable[Concatenate[Models, Any, P], Any]: ...
-@overload
-def function_of(
-    name: str,
-    aggregator: Callable[P, Callable[[Models, Any, Any], Any]],
-) -> Callable[Concatenate[Models, Any, Any, P], Any]: ...
-@overload
-def function_of(
-    name: str,
-    aggregator: Callable[P, Callable[[Models, Any, Any, Any], Any]],
-) -> Callable[Concatenate[Models, Any, Any, Any, P], Any]: ...
 def function_of(name: str, aggregator: Any) -> Any:
     """Make the function of a class of aggregators.
 
@@ -144,28 +160,30 @@ def function_of(name: str, aggregator: Any) -> Any:
     return function
 
 
-def aggregate(
-    settings: Aggregator, models: Models, *extra: Any, own: tuple[Any, ...] = (), **values: Any
-) -> Any:
-    """Aggregate a caller's models by the rule of a class.
+def aggregate(self: Aggregator, models: Models, **inputs: Any) -> Any:
+    """Aggregate a caller's models by the rule of a class, with the rule's other inputs by name.
 
-    `own` are models of the rule's own rows, such as the agent's own model. `extra` and then
-    `values`, one number per row, are its further inputs. With `clip_f`, an `f` larger than the
-    models admit is lowered, with a warning. The aggregate has the caller's type.
+    With `clip_f`, an `f` larger than the models admit is lowered, with a warning. The aggregate has
+    the caller's type.
     """
+    rule = type(self)._rule
+    own = [inputs[_OWN_MODELS[row]] for row in base.signature_of(rule).own_rows]
     stacked = with_own(stack(models), own)
-    parameters = {
-        one.name: getattr(settings, one.name)
-        for one in dataclasses.fields(settings)
-        if one.name not in _PARAMETERS
-    }
+    extra = []
+    for name in extra_inputs(rule):
+        if name == "draw":
+            extra.append(getattr(self, "rng", None) or np.random.default_rng())
+        elif name == "progress":
+            extra.append(inputs[name])
+        else:
+            extra.append(row_values(name, inputs[name], len(stacked.rows)))
+    fields = [one.name for one in dataclasses.fields(self) if one.name not in _PARAMETERS]
     row = base.apply(
-        functools.partial(type(settings)._rule, **parameters),
+        functools.partial(rule, **{name: getattr(self, name) for name in fields}),
         stacked.rows,
         None,
         *extra,
-        *(row_values(name, value, len(stacked.rows)) for name, value in values.items()),
-        clip_f=getattr(settings, "clip_f", False),
+        clip_f=getattr(self, "clip_f", False),
     )
     return stacked.restore(row)
 
@@ -178,7 +196,7 @@ def row_values(name: str, values: Any, m: int) -> Float[Tensor, " m"]:
     return tensor
 
 
-def with_own(stacked: Stack, own: tuple[Any, ...]) -> Stack:
+def with_own(stacked: Stack, own: Sequence[Any]) -> Stack:
     """Append an agent's own models as the last rows.
 
     They are read by the names and shapes of the others; a different one is a ConfigError.

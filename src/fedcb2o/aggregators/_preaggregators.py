@@ -14,7 +14,6 @@ from torch import Tensor
 
 from fedcb2o.aggregators._base import (
     Aggregator,
-    Robust,
     aggregator,
     finite_gram,
     fit_f,
@@ -28,13 +27,16 @@ __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
 
 
 @aggregator(preaggregation.nnm)
-class NNM(Robust):
+class NNM(Aggregator):
     """Nearest-neighbour mixing: each model becomes the mean of its m - f nearest models.
 
     Example:
         >>> NNM(f=1)([[0.0], [1.0], [9.0]])
         [[0.5], [0.5], [5.0]]
     """
+
+    f: int = 0
+    clip_f: bool = field(default=False, kw_only=True)
 
     def __call__(self, models: Models) -> Any:
         """Return as many models, of the same type."""

@@ -11,12 +11,11 @@ import torch
 
 from fedcb2o.aggregators._base import (
     Aggregator,
-    Robust,
     about_centre,
     aggregator,
     finite_gram,
     fit_f,
-    of_models,
+    of_rule,
     with_origin,
     with_own,
 )
@@ -32,54 +31,32 @@ from fedcb2o.federated.aggregation.gram_rules import (
 
 Definition = Literal["paper", "byzfl"]
 
-
-@aggregator(aggregation.mean)
-class Average(Aggregator):
-    """Mean of the models.
-
-    Example:
-        >>> Average()([[0.0, 1.0], [2.0, 3.0]])
-        [1.0, 2.0]
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.coordinate_median)
-class Median(Aggregator):
-    """Median of each coordinate.
-
-    Example:
-        >>> import torch
-        >>> Median()(torch.tensor([[0.0, 5.0], [1.0, 1.0], [9.0, 3.0]]))
-        tensor([1., 3.])
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.trimmed_mean)
-class TrMean(Robust):
-    """Mean of each coordinate without its f smallest and f largest values.
-
-    Example:
-        >>> TrMean(f=1)([[0.0], [1.0], [3.0], [100.0]])
-        [2.0]
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.meamed)
-class Meamed(Robust):
-    """Mean of the m - f values of each coordinate that are nearest to its median.
-
-    Example:
-        >>> Meamed(f=1)([[0.0], [1.0], [2.0], [100.0]])
-        [1.0]
-    """
-
-    __call__ = of_models
+Average = of_rule("Average", aggregation.mean, "()([[0.0, 1.0], [2.0, 3.0]])", "[1.0, 2.0]")
+Median = of_rule(
+    "Median",
+    aggregation.coordinate_median,
+    "()([[0.0, 5.0], [1.0, 1.0], [9.0, 3.0]])",
+    "[1.0, 3.0]",
+)
+TrMean = of_rule(
+    "TrMean", aggregation.trimmed_mean, "(f=1)([[0.0], [1.0], [3.0], [100.0]])", "[2.0]"
+)
+Meamed = of_rule("Meamed", aggregation.meamed, "(f=1)([[0.0], [1.0], [2.0], [100.0]])", "[1.0]")
+Bulyan = of_rule(
+    "Bulyan",
+    aggregation.bulyan,
+    "(f=1)([[0.0], [1.0], [2.0], [1.0], [1.0], [2.0], [100.0]])",
+    "[1.0]",
+)
+MDA = of_rule("MDA", aggregation.mda, "(f=2)([[0.0], [1.0], [2.0], [100.0], [5.0]])", "[1.0]")
+SMEA = of_rule(
+    "SMEA",
+    aggregation.smea,
+    "(f=1)([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [50.0, 50.0]])",
+    "[0.3333333333333333, 0.3333333333333333]",
+)
+CAF = of_rule("CAF", aggregation.caf, "(f=1)([[1.0], [1.0], [1.0], [100.0]])", "[1.0]")
+DnC = of_rule("DnC", aggregation.dnc, "(f=1)([[0.0], [1.0], [2.0], [100.0]])", "[1.0]")
 
 
 @aggregator(aggregation.geometric_median, nu="smoothing", T="iterations")
@@ -185,70 +162,6 @@ def _by_krum_scores(settings: Krum | MultiKrum, models: Models, selected: int | 
     neighbours = max(1, m - f - num_others)
     order = krum_order(squared_distances(g), 0, neighbours, ties=ties)
     return stacked.weighted(uniform_weights(row_mask(order[:selected], m)))
-
-
-@aggregator(aggregation.bulyan)
-class Bulyan(Robust):
-    """Mean around the median of the models that Krum selects.
-
-    Example:
-        >>> Bulyan(f=1)([[0.0], [1.0], [2.0], [1.0], [1.0], [2.0], [100.0]])
-        [1.0]
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.mda)
-class MDA(Robust):
-    """Mean of the m - f models of least diameter (minimum diameter averaging).
-
-    Example:
-        >>> MDA(f=2)([[0.0], [1.0], [2.0], [100.0], [5.0]])
-        [1.0]
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.smea)
-class SMEA(Robust):
-    """Mean of the m - f models of least maximum variance.
-
-    Example:
-        >>> SMEA(f=1)([[0.0, 0.0], [1.0, 0.0], [0.0, 1.0], [50.0, 50.0]])
-        [0.3333333333333333, 0.3333333333333333]
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.caf)
-class CAF(Robust):
-    """Weighted mean by a filter that lowers the maximum variance.
-
-    Example:
-        >>> round(CAF(f=1)([[0.0], [1.0], [2.0], [100.0], [-3.0]])[0], 3)
-        0.024
-    """
-
-    __call__ = of_models
-
-
-@aggregator(aggregation.dnc)
-class DnC(Aggregator):
-    """Mean without the models that are farthest along the direction of largest variance.
-
-    Example:
-        >>> DnC(f=1)([[0.0], [1.0], [2.0], [100.0]])
-        [1.0]
-    """
-
-    f: int = 0
-    removed: float = 1.0
-    clip_f: bool = field(default=False, kw_only=True)
-
-    __call__ = of_models
 
 
 @aggregator(aggregation.centred_clipping, tau="radius", L="iterations")

@@ -18,86 +18,71 @@ from collections.abc import Callable
 from typing import Any
 
 from fedcb2o.docstrings import share_entries
-from fedcb2o.federated.aggregation import preaggregation
-from fedcb2o.federated.aggregation._clair import clair
-from fedcb2o.federated.aggregation._dnc import dnc
-from fedcb2o.federated.aggregation._flame import flame
+from fedcb2o.federated.aggregation import (
+    _clair,
+    _dnc,
+    _flame,
+    _flanders,
+    _foolsgold,
+    _lfighter,
+    _lightyear,
+    _sentinel,
+    _signguard,
+    _wfagg,
+    coordinatewise,
+    gram_rules,
+    loss_rules,
+    own_model_rules,
+    preaggregation,
+    sample_average,
+    spread_rules,
+)
+from fedcb2o.federated.aggregation._clair import *  # noqa: F403
+from fedcb2o.federated.aggregation._dnc import *  # noqa: F403
+from fedcb2o.federated.aggregation._flame import *  # noqa: F403
+from fedcb2o.federated.aggregation._flanders import *  # noqa: F403
 from fedcb2o.federated.aggregation._flanders import filter_models as filter_models
-from fedcb2o.federated.aggregation._flanders import flanders
 from fedcb2o.federated.aggregation._flanders import replace_rejected as replace_rejected
-from fedcb2o.federated.aggregation._foolsgold import foolsgold
-from fedcb2o.federated.aggregation._lfighter import lfighter
-from fedcb2o.federated.aggregation._lightyear import lightyear
-from fedcb2o.federated.aggregation._sentinel import sentinel
-from fedcb2o.federated.aggregation._signguard import signguard
-from fedcb2o.federated.aggregation._wfagg import wfagg
+from fedcb2o.federated.aggregation._foolsgold import *  # noqa: F403
+from fedcb2o.federated.aggregation._lfighter import *  # noqa: F403
+from fedcb2o.federated.aggregation._lightyear import *  # noqa: F403
+from fedcb2o.federated.aggregation._sentinel import *  # noqa: F403
+from fedcb2o.federated.aggregation._signguard import *  # noqa: F403
+from fedcb2o.federated.aggregation._wfagg import *  # noqa: F403
 from fedcb2o.federated.aggregation.base import RULE_SIGNATURE as RULE_SIGNATURE
 from fedcb2o.federated.aggregation.base import apply as apply
 from fedcb2o.federated.aggregation.base import evaluate_rule as evaluate_rule
 from fedcb2o.federated.aggregation.base import gram_and_mixing as gram_and_mixing
 from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
 from fedcb2o.federated.aggregation.base import signature_of as signature_of
-from fedcb2o.federated.aggregation.coordinatewise import coordinate_median, meamed, trimmed_mean
+from fedcb2o.federated.aggregation.coordinatewise import *  # noqa: F403
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
-from fedcb2o.federated.aggregation.gram_rules import (
-    bulyan,
-    geometric_median,
-    krum,
-    mean,
-    multi_krum,
-    sageflow,
-)
-from fedcb2o.federated.aggregation.loss_rules import loss_clustering, lpe_tsr
-from fedcb2o.federated.aggregation.own_model_rules import (
-    balance,
-    centred_clipping,
-    clipped_gossip,
-    cs_plus,
-    fltrust,
-    monna,
-    norm_clipping,
-    ubar,
-)
-from fedcb2o.federated.aggregation.sample_average import by_num_samples
+from fedcb2o.federated.aggregation.gram_rules import *  # noqa: F403
+from fedcb2o.federated.aggregation.loss_rules import *  # noqa: F403
+from fedcb2o.federated.aggregation.own_model_rules import *  # noqa: F403
+from fedcb2o.federated.aggregation.sample_average import *  # noqa: F403
 from fedcb2o.federated.aggregation.sample_average import sample_weights as sample_weights
-from fedcb2o.federated.aggregation.spread_rules import caf, mda, smea
+from fedcb2o.federated.aggregation.spread_rules import *  # noqa: F403
 from fedcb2o.federated.types import BATCHED, STATEFUL
 
-__all__ = [
-    "balance",
-    "bulyan",
-    "by_num_samples",
-    "caf",
-    "centred_clipping",
-    "clair",
-    "clipped_gossip",
-    "coordinate_median",
-    "cs_plus",
-    "dnc",
-    "flame",
-    "flanders",
-    "fltrust",
-    "foolsgold",
-    "geometric_median",
-    "krum",
-    "lfighter",
-    "lightyear",
-    "loss_clustering",
-    "lpe_tsr",
-    "mda",
-    "meamed",
-    "mean",
-    "monna",
-    "multi_krum",
-    "norm_clipping",
-    "sageflow",
-    "sentinel",
-    "signguard",
-    "smea",
-    "trimmed_mean",
-    "ubar",
-    "wfagg",
-]
+__all__: list[str] = []
+__all__ += _clair.__all__
+__all__ += _dnc.__all__
+__all__ += _flame.__all__
+__all__ += _flanders.__all__
+__all__ += _foolsgold.__all__
+__all__ += _lfighter.__all__
+__all__ += _lightyear.__all__
+__all__ += _sentinel.__all__
+__all__ += _signguard.__all__
+__all__ += _wfagg.__all__
+__all__ += coordinatewise.__all__
+__all__ += gram_rules.__all__
+__all__ += loss_rules.__all__
+__all__ += own_model_rules.__all__
+__all__ += sample_average.__all__
+__all__ += spread_rules.__all__
+__all__.sort()
 
 _ARGUMENTS = {
     "block": "Columns of m models, shape [m, b].",

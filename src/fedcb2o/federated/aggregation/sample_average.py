@@ -8,6 +8,8 @@ from torch import Tensor
 
 from fedcb2o.federated.types import CriterionInput, Received, batched
 
+__all__ = ["by_num_samples"]
+
 
 @batched
 def by_num_samples(

@@ -15,99 +15,36 @@ from typing import Any
 
 from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.adversary import THREAT
-from fedcb2o.federated.attacks._factor_mixing import factor_mixing
+from fedcb2o.federated.attacks import (
+    _factor_mixing,
+    data_poisoning,
+    model_poisoning,
+    per_receiver,
+    poisoned_models,
+    rule_attacks,
+    text_poisoning,
+)
+from fedcb2o.federated.attacks._factor_mixing import *  # noqa: F403
+from fedcb2o.federated.attacks.data_poisoning import *  # noqa: F403
 from fedcb2o.federated.attacks.data_poisoning import TRIGGER as TRIGGER
-from fedcb2o.federated.attacks.data_poisoning import (
-    backdoor,
-    blended,
-    clean_label,
-    edge_case,
-    feature_noise,
-    label_flip,
-    label_flips,
-    random_labels,
-    rarest_flip,
-    reversed_labels,
-    shifted_labels,
-    signal,
-    spread_flip,
-)
 from fedcb2o.federated.attacks.data_poisoning import triggered_by as triggered_by
-from fedcb2o.federated.attacks.model_poisoning import (
-    alie,
-    boosting,
-    free_rider,
-    gaussian_noise,
-    hybrid_sparse,
-    ipm,
-    mimic,
-    min_max,
-    min_sum,
-    not_finite,
-    random_model,
-    sign_flip,
-)
-from fedcb2o.federated.attacks.per_receiver import (
-    dissensus,
-    echo,
-    equivocation,
-    spectral,
-    user_isolation,
-)
-from fedcb2o.federated.attacks.poisoned_models import gap_aware, neurotoxin, slow_drift
-from fedcb2o.federated.attacks.rule_attacks import (
-    fang_krum,
-    fang_trimmed_mean,
-    optimal_alie,
-    optimal_ipm,
-)
+from fedcb2o.federated.attacks.model_poisoning import *  # noqa: F403
+from fedcb2o.federated.attacks.per_receiver import *  # noqa: F403
+from fedcb2o.federated.attacks.poisoned_models import *  # noqa: F403
+from fedcb2o.federated.attacks.rule_attacks import *  # noqa: F403
+from fedcb2o.federated.attacks.text_poisoning import *  # noqa: F403
 from fedcb2o.federated.attacks.text_poisoning import ON_ANSWERS as ON_ANSWERS
-from fedcb2o.federated.attacks.text_poisoning import swapped_answers, topic_poison, trigger_phrase
 from fedcb2o.federated.attacks.text_poisoning import wanted_answers as wanted_answers
 
-__all__ = [
-    "alie",
-    "backdoor",
-    "blended",
-    "boosting",
-    "clean_label",
-    "dissensus",
-    "echo",
-    "edge_case",
-    "equivocation",
-    "factor_mixing",
-    "fang_krum",
-    "fang_trimmed_mean",
-    "feature_noise",
-    "free_rider",
-    "gap_aware",
-    "gaussian_noise",
-    "hybrid_sparse",
-    "ipm",
-    "label_flip",
-    "label_flips",
-    "mimic",
-    "min_max",
-    "min_sum",
-    "neurotoxin",
-    "not_finite",
-    "optimal_alie",
-    "optimal_ipm",
-    "random_labels",
-    "random_model",
-    "rarest_flip",
-    "reversed_labels",
-    "shifted_labels",
-    "sign_flip",
-    "signal",
-    "slow_drift",
-    "spectral",
-    "spread_flip",
-    "swapped_answers",
-    "topic_poison",
-    "trigger_phrase",
-    "user_isolation",
-]
+__all__: list[str] = []
+__all__ += _factor_mixing.__all__
+__all__ += data_poisoning.__all__
+__all__ += model_poisoning.__all__
+__all__ += per_receiver.__all__
+__all__ += poisoned_models.__all__
+__all__ += rule_attacks.__all__
+__all__ += text_poisoning.__all__
+__all__.sort()
 
 _ARGUMENTS = {
     "view": "The attacker's view.",
