@@ -24,7 +24,7 @@ from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import AgentsSection
 from fedcb2o.federated.types import Reduction
 from fedcb2o.nn import batch_norm, parameters
-from fedcb2o.parallel import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import Engine, Round

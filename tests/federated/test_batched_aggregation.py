@@ -16,7 +16,7 @@ from fedcb2o.experiments import run
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.batched_aggregation import SAMPLE, sample_peers
 from fedcb2o.federated.contacts import ContactTable
-from fedcb2o.parallel import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 

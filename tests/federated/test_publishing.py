@@ -30,7 +30,7 @@ from fedcb2o.federated.publishing import (
     make_outbox,
 )
 from fedcb2o.federated.ragged import Ragged
-from fedcb2o.parallel import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import run_rounds as simulate

@@ -70,10 +70,6 @@ def set_clock(monkeypatch, seconds):
     monkeypatch.setattr(_autotune, "time", SimpleNamespace(**clock))
 
 
-def layout(x=SMALL, module=None):
-    return _autotune.fastest_layout(module or convolutions((1, 8, 8), 10), x, "float32")
-
-
 def batched_convolution(module=None, agents=3, device=CPU):
     module = module or architectures.cnn((1, 8, 8), 10, hidden=4)
     return _autotune.fastest_batched_convolution(module, SMALL, "float32", device, agents)
@@ -97,13 +93,11 @@ def single_convolution(module=None, x=None, precision="float32"):
             {0.5: "onednn", 0.98: "torch", 2.0: "torch"},
             marks=needs_onednn,
         ),
-        (layout, {0.5: "channels_last", 0.8: "contiguous", 2.0: "contiguous"}),
         (batched_convolution, {0.5: "unfolded", 0.95: "grouped", 2.0: "grouped"}),
         (single_convolution, {0.7: "fourier", 0.8: "grouped", 2.0: "grouped"}),
     ],
 )
 def test_another_kernel_is_chosen_only_by_a_margin(monkeypatch, choose, choices):
-    monkeypatch.setattr(_autotune, "_has_channels_last_overrun", lambda: False)
     torch.manual_seed(0)  # with some draws all of the few hidden units are 0
     for seconds, expected in choices.items():
         set_clock(monkeypatch, seconds)
@@ -142,22 +136,11 @@ def test_a_failed_timing_restores_the_threads(monkeypatch):
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("size", [8, 28])
-def test_repeated_trials_of_a_built_in_network_agree(size):
-    """Two runs of one experiment then have the same bits."""
-    module, x = architectures.resnet((1, size, size), 10), torch.rand(8, 1, size, size)
-    assert {layout(x, module) for _ in range(2)} == {"contiguous"}
-
-
 def test_kernels_that_do_not_apply_are_not_timed(monkeypatch):
-    assert layout(module=views((1, 8, 8), 10)) == "contiguous"
     forbid_timing(monkeypatch)
     mlp = architectures.mlp((1, 8, 8), 10)
     cnn = architectures.cnn((1, 28, 28), 10, hidden=4)
     images = torch.rand(8, 1, 28, 28)
-    for module in (mlp, architectures.cnn((1, 8, 8), 10, hidden=8)):
-        assert layout(module=module) == "contiguous"
-    assert layout(torch.zeros(2, 30), nn.Linear(30, 2)) == "contiguous"
     assert batched_convolution(agents=1) == "grouped"
     for module in (mlp, nn.Sequential(nn.Conv2d(2, 2, 3, groups=2), nn.Flatten())):
         assert batched_convolution(module) == "grouped"
@@ -165,8 +148,6 @@ def test_kernels_that_do_not_apply_are_not_timed(monkeypatch):
     assert single_convolution(mlp, images) == single_convolution(strided, images) == "grouped"
     assert single_convolution(cnn, images, "bfloat16") == "grouped"
     assert single_convolution(cnn, images[:, :, :8, :8]) == "grouped"  # unreadable images
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
-    assert layout() == "contiguous"  # gradients would overrun their memory
 
 
 def test_a_device_without_memory_for_a_trial_takes_the_default(monkeypatch):
@@ -191,36 +172,24 @@ def test_a_trial_leaves_no_trace():
 # Runs
 
 
-LAYOUT = ("layout", "channels_last", "contiguous", {"name": convolutions})
-LINEAR = ("linear", "onednn", "torch", {"hidden": [1100, 1000]})
-
-
-@pytest.mark.parametrize(
-    ("setting", "value", "other", "model", "has_rounds"),
-    [
-        (*LAYOUT, True),
-        pytest.param(*LAYOUT, False, marks=pytest.mark.slow),
-        pytest.param(*LINEAR, True, marks=needs_onednn),
-    ],
-)
-def test_a_resumed_run_keeps_its_kernel(
-    tmp_path, monkeypatch, setting, value, other, model, has_rounds
-):
-    experiment = tiny(rounds=2, model=model)
-    run({**experiment, setting: value}, out=tmp_path / "given", workers=1)
-    run({**experiment, setting: other}, out=tmp_path / "other", workers=1)
-    watch, function_name = stop_after(1), f"fastest_{setting}"
+@needs_onednn
+@pytest.mark.parametrize("has_rounds", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_a_resumed_run_keeps_its_kernel(tmp_path, monkeypatch, has_rounds):
+    experiment = tiny(rounds=2, model={"hidden": [1100, 1000]})
+    run({**experiment, "linear": "onednn"}, out=tmp_path / "given", workers=1)
+    run({**experiment, "linear": "torch"}, out=tmp_path / "other", workers=1)
+    watch = stop_after(1)
     with monkeypatch.context() as patched:
-        patched.setattr(_autotune, function_name, lambda *_: value)
+        patched.setattr(_autotune, "fastest_linear", lambda: "onednn")
         if not has_rounds:
             backend = sys.modules["fedcb2o.experiments.runs._local_backend"]
             patched.setattr(backend, "open_local_engine", Mock(side_effect=StopError))
         with pytest.raises(StopError):
             run(experiment, out=tmp_path / "resumed", workers=1, watch=watch)
-    forbid_timing(monkeypatch, function_name)
+    forbid_timing(monkeypatch, "fastest_linear")
     run(experiment, out=tmp_path / "resumed", workers=2, resume=True)
     assert_differ_in_settings_only(tmp_path / "resumed", tmp_path / "given")
-    assert recorded_kernels(tmp_path / "resumed")[setting] == value
+    assert recorded_kernels(tmp_path / "resumed")["linear"] == "onednn"
     expected = models_of(tmp_path / "other")
     torch.testing.assert_close(models_of(tmp_path / "given"), expected, rtol=1e-3, atol=1e-5)
 
@@ -293,8 +262,8 @@ def test_on_the_cpu_only_single_networks_are_timed(tmp_path, monkeypatch):
         assert recorded_kernels(folder)["convolution"] == expected
     ((_, x, precision), _) = choose.call_args
     assert (choose.call_count, x.shape[1:], precision) == (1, (1, 8, 8), "float32")
-    monkeypatch.setattr(_autotune, "fastest_layout", lambda *_: "channels_last")
-    run(tiny(model={"name": convolutions}, rounds=1), out=tmp_path / "last", workers=1)
+    channels_last = tiny(model={"name": convolutions}, rounds=1, layout="channels_last")
+    run(channels_last, out=tmp_path / "last", workers=1)
     assert isinstance(choose.call_args.args[0][0], memory_layout.ChannelsLast)
 
 

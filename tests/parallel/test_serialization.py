@@ -10,7 +10,7 @@ import cloudpickle
 import pytest
 
 from fedcb2o.errors import RunError
-from fedcb2o.parallel import execute, serialize, unwrap_result
+from fedcb2o.parallel._serialization import execute, serialize, unwrap_result
 
 MAIN = """
 import functools, threading

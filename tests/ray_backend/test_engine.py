@@ -38,7 +38,7 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import KernelConfig
 from fedcb2o.federated.types import stateful
 from fedcb2o.nn.memory_layout import ChannelsLast
-from fedcb2o.parallel import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
 from fedcb2o.simulation.local_engine import LocalEngine

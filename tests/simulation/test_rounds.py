@@ -31,7 +31,7 @@ from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.evaluation.metrics import AttackGoal, compute_metrics
 from fedcb2o.federated.run_spec import KernelConfig
 from fedcb2o.federated.types import stateful
-from fedcb2o.parallel import SerialExecutor
+from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.rng import stream
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
 from fedcb2o.simulation.local_engine import LocalEngine

@@ -4,9 +4,8 @@ A resumed run uses the recorded kernels. Two kernels agree to rounding and not t
 choice must not depend on chance: a kernel other than the default is chosen only if it is clearly
 faster.
 
-Two further choices are made in the same way. Networks with convolutions may read images faster with
-the channels of a pixel side by side ("channels_last"). Products in bfloat16 take tens of times as
-long as in float32 on a processor without instructions for them.
+The precision is chosen in the same way: products in bfloat16 take tens of times as long as in
+float32 on a processor without instructions for them.
 
 >>> supported_precision("float32", torch.device("cpu"))
 'float32'
@@ -33,17 +32,15 @@ from fedcb2o.kernels import _onednn
 from fedcb2o.kernels.devices import deterministic
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn import batch_norm
-from fedcb2o.nn.memory_layout import ChannelsLast, MemoryLayout, with_memory_format
 from fedcb2o.nn.parameters import contiguous_leaves, flatten, row_stride, trainable_stack
 from fedcb2o.parallel._executors import one_thread
 
 # Speedups from which on a kernel other than the default is chosen. A repeated measurement differs
 # by a tenth, or by more on a busy machine, so each limit is where few measured networks were:
-# dense layers 0.84 to 0.95 on one processor and 1.17 on another, `resnet` 0.86 to
-# 1.26, plain convolutions 1.3 to 1.7, the paper's network by spectra 1.7 to 2.
-# A table by instruction set would not hold: on a third processor, with AVX-512, dense layers gained
-# 2.2, plain convolutions 0.75 to 0.94 and spectra 0.6 to 1.2. Limited to AVX2, it gained 1.2 by
-# dense layers and 0.9 to 2.1 by spectra, depending on the network.
+# dense layers 0.84 to 0.95 on one processor and 1.17 on another, the paper's network by spectra 1.7
+# to 2. A table by instruction set would not hold: on a third processor, with AVX-512, dense layers
+# gained 2.2 and spectra 0.6 to 1.2. Limited to AVX2, it gained 1.2 by dense layers and 0.9 to 2.1
+# by spectra, depending on the network.
 MIN_SPEEDUP = 1.05
 MIN_CONV_SPEEDUP = 1.3
 MIN_BFLOAT16_SPEEDUP = 1 / 3  # about 2 on a processor with bfloat16, 0.02 to 0.03 without
@@ -125,44 +122,6 @@ def _speedup(
     # builds kernels, does not count.
     turns = [(seconds(default), seconds(other)) for _ in range(_REPEATS + 1)]
     return statistics.median(slow / fast if fast > 0 else 1.0 for slow, fast in turns[1:])
-
-
-def _has_channels_last_overrun() -> bool:
-    """Return True if gradients of "channels_last" convolutions may write past their memory.
-
-    oneDNN does so for some narrow networks on processors with AVX2 and without AVX-512
-    (PyTorch 2.13).
-    """
-    return torch.backends.cpu.get_cpu_capability() == "AVX2"
-
-
-def fastest_layout(
-    module: nn.Module, x: Shaped[Tensor, "n *features"], precision: Precision
-) -> MemoryLayout:
-    """Return the faster memory layout of a network's images, by a trial.
-
-    The trial reads a batch on one thread. It is "channels_last" if it is clearly faster and the
-    network can read it, else "contiguous".
-    """
-    parts = list(module.modules())
-    has_convolution = any(isinstance(part, nn.Conv2d) for part in parts)
-    # Such a network converts its images itself.
-    is_converted = any(isinstance(part, ChannelsLast) for part in parts)
-    if x.ndim != 4 or not has_convolution or is_converted or _has_channels_last_overrun():
-        return "contiguous"
-    batch_norm.train_(module)
-    parameters = [p for p in module.parameters() if p.requires_grad]
-
-    def step(network: nn.Module) -> None:
-        torch.autograd.grad(network(features(x)).sum(), parameters, allow_unused=True)
-
-    last = with_memory_format(module, "channels_last")
-    try:
-        with one_thread(), torch.random.fork_rng(devices=[]), autocast(precision, "cpu"):
-            speedup = _speedup(lambda: step(module), lambda: step(last), time.thread_time)
-    except Exception:  # a user's network may depend on the layout of its images
-        return "contiguous"
-    return "channels_last" if speedup > MIN_CONV_SPEEDUP else "contiguous"
 
 
 def fastest_single_convolution(

@@ -10,7 +10,7 @@ bit of a result.
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -24,14 +24,15 @@ Result = TypeVar("Result")
 Settings = Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-@runtime_checkable
-class Executor(Protocol):
-    """Interface of executors: results are in the order of the tasks."""
+@dataclass(frozen=True)
+class SerialExecutor(Generic[Context]):
+    """An executor in this process; `context` is the first argument of every function.
 
-    @property
-    def count(self) -> int:
-        """Number of tasks that run at once, at least 1."""
-        ...
+    An executor runs `count` tasks at once.
+    """
+
+    context: Context
+    count: int = 1
 
     def map(
         self,
@@ -45,27 +46,6 @@ class Executor(Protocol):
         `parts` has the indices of the tasks that a process computes one after the other, for each
         part; by default each task is a part. `settings` returns the context manager in which the
         tasks are computed.
-        """
-        ...
-
-
-@dataclass(frozen=True)
-class SerialExecutor(Generic[Context]):
-    """An executor in this process; `context` is the first argument of every function."""
-
-    context: Context
-    count: int = 1
-
-    def map(
-        self,
-        function: Callable[..., Result],
-        tasks: Sequence[tuple[Any, ...]],
-        parts: Sequence[Sequence[int]] | None = None,
-        settings: Settings = contextlib.nullcontext,
-    ) -> list[Result]:
-        """Return `function(context, *task)` for every task, one after the other.
-
-        There is one process, so that `parts` is not used.
         """
         with one_thread(), settings():
             return [function(self.context, *task) for task in tasks]
@@ -95,8 +75,8 @@ class PoolExecutor(Generic[Context]):
     ) -> list[Result]:
         """Return `function(context, *task)` for every task, in the order of the tasks.
 
-        Workers compute parts as they come free; the arguments are those of `Executor.map`. RunError
-        is raised if a worker cannot start or was killed, often because memory is short.
+        Workers compute parts as they come free; the arguments are those of `SerialExecutor.map`.
+        RunError is raised if a worker cannot start or was killed, often because memory is short.
         """
         if parts is None:
             parts = [[index] for index in range(len(tasks))]
@@ -111,6 +91,9 @@ class PoolExecutor(Generic[Context]):
 
         current_pool().map_unordered(self.count, run_tasks, jobs, store)
         return [results[index] for index in range(len(tasks))]
+
+
+Executor = SerialExecutor[Any] | PoolExecutor[Any]
 
 
 @contextlib.contextmanager

@@ -26,7 +26,7 @@ def choose_kernels(folder: Path, prepared: PreparedSeed) -> dict[str, Any]:
     choice = _KernelChoice(folder, prepared)
     precision = choice.precision()
     linear = choice.resolve("linear", choice.fastest_linear)
-    layout = choice.resolve("layout", lambda: choice.fastest_layout(precision))
+    layout = choice.resolve("layout", lambda: "contiguous")
     convolution = choice.resolve(
         "convolution", lambda: choice.fastest_convolution(precision, layout)
     )
@@ -81,13 +81,6 @@ class _KernelChoice:
         if self.device.type != "cpu":
             return "batched"
         return _autotune.fastest_linear() if self.dim >= _onednn.MIN_WEIGHTS else "torch"
-
-    def fastest_layout(self, precision: Any) -> memory_layout.MemoryLayout:
-        """Return the faster layout on the CPU. vmap supports only one for some layers."""
-        is_batched = self.experiment.together is not None
-        if self.device.type != "cpu" or is_batched or self.experiment.training.privacy is not None:
-            return "contiguous"
-        return _autotune.fastest_layout(self.module, self.x, precision)
 
     def fastest_convolution(self, precision: Any, layout: Any) -> ConvolutionKernel:
         """Return the fastest convolution; `layout` is that of images in the timing on a CPU."""
