@@ -14,7 +14,7 @@ from tests.views import rule_input
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import foolsgold
-from fedcb2o.federated.aggregation._foolsgold import learning_rates
+from fedcb2o.federated.aggregation.last_layer import learning_rates
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.rng import stream
 

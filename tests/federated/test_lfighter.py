@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedcb2o.federated.aggregation import lfighter
-from fedcb2o.federated.aggregation._lfighter import _two_means
+from fedcb2o.federated.aggregation.last_layer import _two_means
 from fedcb2o.rng import stream
 
 

@@ -1,16 +1,4 @@
-"""The adversary: malicious agents, their attack, and their knowledge (sec:experiments).
-
->>> adversary = Adversary(
-...     attack=Attack(),
-...     malicious=np.array([False, True, False]),
-...     cluster=np.zeros(3, int),
-...     num_clusters=1,
-...     colludes=True,
-...     averages_own_model=False,
-... )
->>> adversary.benign_ids.tolist()
-[0, 2]
-"""
+"""The adversary: malicious agents, their attack, and their knowledge (sec:experiments)."""
 
 import functools
 from collections.abc import Callable, Iterable

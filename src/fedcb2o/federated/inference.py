@@ -1,11 +1,6 @@
 """Outputs and losses of models on samples (alg:localAggregation, line 3; eq:benignAgentObj).
 
 Models and samples are on one device, and results on the CPU: one transfer for all models.
-
->>> network = nn.Sequential(nn.Flatten(), nn.Linear(2, 1, bias=True))
->>> models = torch.tensor([[1.0, 2.0, 0.5]])
->>> logits(network, models, torch.tensor([0]), torch.ones(1, 2)).tolist()
-[[[3.5]]]
 """
 
 import functools

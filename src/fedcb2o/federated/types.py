@@ -1,15 +1,4 @@
-"""Types of one round: what a selection, a criterion and a rule receive and return.
-
->>> import torch
->>> received = Received(
-...     ids=torch.tensor([2, 5]),
-...     rows=torch.tensor([2, 5]),
-...     num_samples=torch.tensor([40.0, 60.0]),
-...     round=torch.tensor([0, 0]),
-... )
->>> received[torch.tensor([False, True])].ids.tolist()
-[5]
-"""
+"""Types of one round: what a selection, a criterion and a rule receive and return."""
 
 import dataclasses
 import functools

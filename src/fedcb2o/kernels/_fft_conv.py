@@ -9,10 +9,6 @@ are products, sums and copies. They repeat their bits, and PyTorch differentiate
 Every pixel of a spectrum depends on every pixel of its image. A rounding error is therefore
 relative to the image's largest value, not to nearby values, and one non-finite pixel makes its
 whole image non-finite.
-
->>> x, weight = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3)
->>> conv2d(x, weight).flatten().tolist()
-[9.0, 9.0, 9.0, 9.0]
 """
 
 import functools

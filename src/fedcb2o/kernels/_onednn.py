@@ -1,9 +1,4 @@
-"""A dense layer and its derivatives by the products of oneDNN.
-
->>> x, weight = torch.ones(1, 2), torch.ones(3, 2)  # small: by PyTorch's own product
->>> linear(x, weight).tolist()
-[[2.0, 2.0, 2.0]]
-"""
+"""A dense layer and its derivatives by the products of oneDNN."""
 
 from typing import Any
 

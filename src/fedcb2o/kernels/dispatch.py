@@ -11,12 +11,6 @@
 | convolution = "fourier" | one network on a CPU, by products of spectra |
 
 Kernels agree to rounding and not to the bit.
-
->>> import torch
->>> with use_kernels(convolution="fourier"):
-...     y = F.conv2d(torch.ones(1, 1, 4, 4), torch.ones(1, 1, 3, 3))
->>> y.shape
-torch.Size([1, 1, 2, 2])
 """
 
 import contextlib

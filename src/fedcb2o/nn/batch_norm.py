@@ -12,11 +12,6 @@ have a mode:
 A norm with frozen parameters is frozen as a whole, with its statistics. Without a mode, in a user's
 own loop, all statistics are shared. Counts of batches are never part of a model: they start at 0 in
 each LocalUpdate.
-
-Example:
-    >>> network = nn.Sequential(nn.Linear(4, 2), nn.BatchNorm1d(2))
-    >>> list(statistics(network, "shared"))
-    ['1.running_mean', '1.running_var']
 """
 
 import contextlib

@@ -1,9 +1,4 @@
-"""Comparison of outputs to rounding, and the layer in which two computations first differ.
-
-Example:
-    >>> agree(torch.tensor([1.0, 100.0]), torch.tensor([1.001, 100.0]))
-    True
-"""
+"""Comparison of outputs to rounding, and the layer in which two computations first differ."""
 
 import functools
 from collections.abc import Sequence

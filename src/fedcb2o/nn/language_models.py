@@ -4,11 +4,6 @@ A sample is a row of whole numbers [P + A]: the tokens of a prompt, padded on th
 answer, padded on the right. theta contains the adapters alone (Hu et al., "LoRA", 2022). They are
 in the last blocks, so that the activations of the blocks before are the same for all agents and
 rounds: they are computed once per sample, and kept.
-
-Example:
-    >>> network = language_model([12], 2, base="tiny", answer=4)
-    >>> network(torch.randint(1, 255, (3, 12))).shape
-    torch.Size([3, 2])
 """
 
 import copy

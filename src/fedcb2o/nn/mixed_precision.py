@@ -1,9 +1,4 @@
-"""Tensors of a network that may be kept in bfloat16, and devices that update them in one pass.
-
-Example:
-    >>> has_triton(torch.device("cpu"))
-    False
-"""
+"""Tensors of a network that may be kept in bfloat16, and devices that update them in one pass."""
 
 import importlib.util
 

@@ -1,13 +1,6 @@
 """Models as rows of one [N, d] tensor, and networks that are views of a row.
 
 Training changes a row in place, and no model is copied.
-
-Example:
-    >>> network = nn.Linear(2, 1)
-    >>> theta = flatten(network)
-    >>> bind_(network, theta)
-    >>> is_bound(network, theta)
-    True
 """
 
 import contextlib

@@ -2,15 +2,6 @@
 
 A named random stream seeds PyTorch's generator before each forward pass in evaluation. Runs repeat,
 all processes agree, and all models meet the same random numbers.
-
-Example:
-    >>> from fedcb2o.rng import stream
-    >>> network = nn.Sequential(nn.Linear(4, 2), nn.Dropout()).eval()
-    >>> _ = network[1].train()
-    >>> _ = seed_evaluation_(network, stream(0, "evaluation"))
-    >>> x = torch.ones(1, 4)
-    >>> torch.equal(network(x), network(x))
-    True
 """
 
 import warnings

@@ -2,9 +2,6 @@
 
 Every computation has one intra-op thread in each process, so that the number of workers changes no
 bit of a result.
-
->>> SerialExecutor(context=10).map(pow, [(2,), (3,)])
-[100, 1000]
 """
 
 import contextlib

@@ -2,9 +2,6 @@
 
 `execute` runs a serialized task and serializes its result or its error; `unwrap_result` returns
 the result, or raises the error with the traceback of the other process.
-
->>> unwrap_result(execute(serialize((pow, (2, 3)))))
-8
 """
 
 import collections

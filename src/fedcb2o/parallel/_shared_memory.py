@@ -1,10 +1,4 @@
-"""Tensors in shared memory: one memory-mapped file, removed at the end of its run.
-
->>> with allocate_shared({"models": (torch.float32, (2, 3))}) as shared:
-...     tensors = shared.tensors()
->>> tensors["models"].shape
-torch.Size([2, 3])
-"""
+"""Tensors in shared memory: one memory-mapped file, removed at the end of its run."""
 
 import contextlib
 import errno

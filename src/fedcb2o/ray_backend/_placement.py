@@ -1,9 +1,4 @@
-"""Nodes of a cluster, and the placement of agent groups on them.
-
->>> nodes = [Node("a", "fast", 2, 0, 0), Node("b", "slow", 2, 0, 0, speed=0.4)]
->>> [node.name for node in place_groups(3, nodes)]
-['fast', 'fast', 'slow']
-"""
+"""Nodes of a cluster, and the placement of agent groups on them."""
 
 import contextlib
 import dataclasses

@@ -1,9 +1,4 @@
-"""Plan of the transfers of model rows between workers: each node receives each row at most once.
-
->>> plan = plan_transfers(np.array([0, 0, 1]), [np.array([2]), np.array([0])], np.array([0, 1]), 4)
->>> [(transfer.owner, transfer.rows.tolist(), transfer.receivers) for transfer in plan]
-[(1, [2], [0]), (0, [0], [1])]
-"""
+"""Plan of the transfers of model rows between workers: each node receives each row at most once."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

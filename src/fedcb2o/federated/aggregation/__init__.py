@@ -20,17 +20,15 @@ from typing import Any
 from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.aggregation import (
     _clair,
-    _dnc,
     _flame,
     _flanders,
-    _foolsgold,
-    _lfighter,
     _lightyear,
     _sentinel,
     _signguard,
     _wfagg,
     coordinatewise,
     gram_rules,
+    last_layer,
     loss_rules,
     own_model_rules,
     preaggregation,
@@ -38,13 +36,10 @@ from fedcb2o.federated.aggregation import (
     spread_rules,
 )
 from fedcb2o.federated.aggregation._clair import *  # noqa: F403
-from fedcb2o.federated.aggregation._dnc import *  # noqa: F403
 from fedcb2o.federated.aggregation._flame import *  # noqa: F403
 from fedcb2o.federated.aggregation._flanders import *  # noqa: F403
 from fedcb2o.federated.aggregation._flanders import filter_models as filter_models
 from fedcb2o.federated.aggregation._flanders import replace_rejected as replace_rejected
-from fedcb2o.federated.aggregation._foolsgold import *  # noqa: F403
-from fedcb2o.federated.aggregation._lfighter import *  # noqa: F403
 from fedcb2o.federated.aggregation._lightyear import *  # noqa: F403
 from fedcb2o.federated.aggregation._sentinel import *  # noqa: F403
 from fedcb2o.federated.aggregation._signguard import *  # noqa: F403
@@ -58,6 +53,7 @@ from fedcb2o.federated.aggregation.base import signature_of as signature_of
 from fedcb2o.federated.aggregation.coordinatewise import *  # noqa: F403
 from fedcb2o.federated.aggregation.gram_matrix import gram as gram
 from fedcb2o.federated.aggregation.gram_rules import *  # noqa: F403
+from fedcb2o.federated.aggregation.last_layer import *  # noqa: F403
 from fedcb2o.federated.aggregation.loss_rules import *  # noqa: F403
 from fedcb2o.federated.aggregation.own_model_rules import *  # noqa: F403
 from fedcb2o.federated.aggregation.sample_average import *  # noqa: F403
@@ -67,11 +63,9 @@ from fedcb2o.federated.types import BATCHED, STATEFUL
 
 __all__: list[str] = []
 __all__ += _clair.__all__
-__all__ += _dnc.__all__
 __all__ += _flame.__all__
 __all__ += _flanders.__all__
-__all__ += _foolsgold.__all__
-__all__ += _lfighter.__all__
+__all__ += last_layer.__all__
 __all__ += _lightyear.__all__
 __all__ += _sentinel.__all__
 __all__ += _signguard.__all__

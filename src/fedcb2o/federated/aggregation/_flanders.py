@@ -4,12 +4,6 @@ Gabrielli, Tolomei, Belli and Miori, "Protecting Federated Learning from Extreme
 Attacks via Multidimensional Time Series Anomaly Detection" (arXiv 2303.16668), with Flower's
 baseline `flanders`. The models of a round are a matrix X_n, one row per peer. The forecast is a
 matrix autoregression, X_{n+1} = A X_n B^T.
-
-Example:
-    >>> import torch
-    >>> history = torch.tensor([[[1.0, 2.0], [3.0, 4.0]], [[2.0, 4.0], [6.0, 8.0]]])
-    >>> forecast(history, ridge=1e-9).round(decimals=3).tolist()
-    [[4.0, 8.0], [12.0, 16.0]]
 """
 
 import math

@@ -1,4 +1,4 @@
-"""Robust rules that look for the models of least spread: MDA, SMEA and CAF.
+"""Robust rules that look for the models of least spread: MDA, SMEA, CAF and DnC.
 
 As in `gram_rules`, a rule is a function `(gram, ...) -> weights [m]` that treats all models alike.
 
@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.aggregation.base import rule_signature, validate_byzantine_count
 from fedcb2o.federated.aggregation.coordinatewise import half_minus_one
 from fedcb2o.federated.aggregation.gram_rules import (
@@ -29,7 +29,7 @@ from fedcb2o.federated.aggregation.gram_rules import (
     uniform_weights,
 )
 
-__all__ = ["caf", "mda", "smea"]
+__all__ = ["caf", "dnc", "mda", "smea"]
 
 MAX_SUBSETS = 1_000_000  # `smea` tries all subsets: half a minute for this number
 _SUBSETS_PER_BATCH = 4096
@@ -196,3 +196,36 @@ def caf(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, " m"]:
 def _central_model(gram: Float[Tensor, "m m"]) -> int:
     """Return a central model, a good origin: far outliers must not drown the others in rounding."""
     return int(squared_distances(gram).median(dim=1).values.argmin())
+
+
+def _max_byzantine(m: int) -> int:
+    """Return the limit: one model remains."""
+    return m - 1
+
+
+@rule_signature("gram", max_byzantine=_max_byzantine, by_distances=True)
+def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Tensor, " m"]:
+    """Average the models without those of the largest outlier scores (DnC).
+
+    A score is the squared projection of the centred model onto the first right singular vector of
+    all centred models. The largest ceil(`removed` * f) scores are removed, at most m - 1.
+    Shejwalkar and Houmansadr, "Manipulating the Byzantine" (NDSS 2021), with all coordinates and
+    one iteration.
+
+    Args:
+        removed: Models to remove for each assumed attacker, above 0 (c in the paper).
+
+    Raises:
+        ConfigError: `removed` is not above 0.
+    """
+    require("removed", removed, removed > 0, "above 0")
+    m = len(gram)
+    # A product that is whole except for rounding is not rounded up.
+    count = math.ceil(removed * validate_byzantine_count(dnc, f, m) - 1e-9)
+    g = gram.double()
+    centred = g - g.mean(0) - g.mean(1, keepdim=True) + g.mean()
+    # The first right singular vector's projections of the centred models are, up to a factor, the
+    # leading eigenvector of their Gram matrix.
+    scores = torch.linalg.eigh(centred).eigenvectors[:, -1].square()
+    kept = scores.sort(stable=True).indices[: max(1, m - count)]
+    return uniform_weights(row_mask(kept, m))

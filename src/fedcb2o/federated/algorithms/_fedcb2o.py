@@ -14,7 +14,7 @@ Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the ste
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -27,11 +27,10 @@ from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated import criteria
 from fedcb2o.federated import selection as _selections
 from fedcb2o.federated.algorithm2 import CriterionWeighing
-from fedcb2o.federated.algorithms._variants import with_variants
 from fedcb2o.federated.plugin_outputs import validated_criterion
 from fedcb2o.federated.run_spec import Algorithm, OwnLikelihood
 from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues, Losses
-from fedcb2o.plugins import PluginChoice
+from fedcb2o.plugins import VARIANTS, PluginChoice
 
 OwnModel = Literal["excluded", "judged", "trusted"]
 LevelTest = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
@@ -47,6 +46,22 @@ RELEASED: dict[str, Any] = {
     "mixing_factor": 1.0,
 }
 """Parameters of the authors' released code, where it differs from the paper's text."""
+
+
+def with_variants(
+    **variants: Mapping[str, Any],
+) -> Callable[[Callable[..., Algorithm]], Callable[..., Algorithm]]:
+    """Return a decorator that gives each value of the parameter `variant` its defaults."""
+
+    def decorate(function: Callable[..., Algorithm]) -> Callable[..., Algorithm]:
+        @functools.wraps(function)
+        def make(*, variant: str = "text", **parameters: Any) -> Algorithm:
+            require("variant", variant, variant in variants, " or ".join(variants))
+            return function(variant=variant, **{**variants[variant], **parameters})
+
+        return VARIANTS(variants)(make)
+
+    return decorate
 
 
 @with_variants(text={}, released=RELEASED)

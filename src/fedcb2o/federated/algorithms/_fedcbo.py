@@ -6,8 +6,7 @@ Carrillo et al. (2024); the discretisation of eq:fedcbo_dynamic with ProbSamplin
 import functools
 import inspect
 
-from fedcb2o.federated.algorithms._fedcb2o import RELEASED, fedcb2o
-from fedcb2o.federated.algorithms._variants import with_variants
+from fedcb2o.federated.algorithms._fedcb2o import RELEASED, fedcb2o, with_variants
 
 _RELEASED = {
     **RELEASED,

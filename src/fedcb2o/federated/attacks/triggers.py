@@ -3,11 +3,6 @@
 A trigger is a function of samples [n, ..., height, width]. Its parameters are keywords, and its
 attack has parameters of the same names. Black is 0 and white is 1, or 255 for bytes. Where the data
 set has other numbers, its lowest and highest value are black and white.
-
-Example:
-    >>> import torch
-    >>> patch(torch.zeros(1, 3, 3), size=1).tolist()
-    [[[0.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.0, 0.0, 1.0]]]
 """
 
 import math

@@ -7,11 +7,6 @@ perturbation is computed for every class, as in Wang, Yao, Shan, Li, Viswanath, 
 time.
 
 A perturbation is an array of `signs`: 1 for a white pixel, -1 for a black one, and 0 elsewhere.
-
-Example:
-    >>> import torch
-    >>> paint(torch.tensor([0.2, 0.4, 0.6]), signs=torch.tensor([1.0, 0.0, -1.0])).tolist()
-    [1.0, 0.4000000059604645, 0.0]
 """
 
 import functools

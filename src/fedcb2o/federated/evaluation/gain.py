@@ -3,11 +3,6 @@
 The interval is that of Bonett and Price (2012) for paired proportions: with b samples that only the
 first model predicts correctly, and c that only the second one does, p = (b + 1) / (n + 2) and
 q = (c + 1) / (n + 2), it is p - q plus and minus z sqrt((p + q - (p - q)^2) / (n + 2)).
-
->>> import numpy as np
->>> gain = paired_gain(np.ones(100, bool), np.arange(100) < 80)
->>> f"{gain.difference:.2f} [{gain.low:.3f}, {gain.high:.3f}]"
-'0.20 [0.114, 0.278]'
 """
 
 import math

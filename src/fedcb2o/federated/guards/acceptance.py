@@ -7,12 +7,6 @@ shape, type and round in their protocol. On one machine these are known. Everywh
 A model that is not accepted counts as not received: its sender has no likelihood before its first
 answer, and keeps its likelihood later. The guards (`checks`) come next, in `validation.admit`. A
 model that they do not admit was received, and lowers the likelihood of its sender.
-
->>> import torch
->>> rejection_reason(Message(torch.zeros(3), 10, 4), dim=3, n=4)
-''
->>> rejection_reason(Message(torch.zeros(3), 10, 3), dim=3, n=4)
-'its model is of round 3, expected 4'
 """
 
 from collections.abc import Sequence

@@ -4,12 +4,6 @@ A trigger is a change of the image that raises the output of one class. So noise
 many triggers moves the output of that class more than those of the others, whatever the trigger is.
 The sensitivity of a class is the standard deviation of its output over images of noise, divided by
 the median over classes. The images are drawn anew for each agent and round, and need no data.
-
-Example:
-    >>> import torch
-    >>> own = torch.tensor([[0.0, 0.0, 0.1]])
-    >>> rises(torch.tensor([[0.0, 0.0, 0.6]]), own, own).tolist()
-    [10.0]
 """
 
 import numpy as np
