@@ -35,9 +35,6 @@ def cross_entropy(
 
     Returns:
         One loss per sample, in nats.
-
-    Raises:
-        ConfigError: `label_smoothing` is not in [0, 1].
     """
     if not 0 <= label_smoothing <= 1:
         raise ConfigError(
@@ -70,9 +67,6 @@ def huber(
 
     Args:
         delta: Difference at which the loss becomes linear, above 0.
-
-    Raises:
-        ConfigError: `delta` is not above 0.
     """
     if not delta > 0:
         raise ConfigError(f"`delta` of the loss huber must be above 0, got {delta}")

@@ -102,9 +102,6 @@ def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: flo
 
     Args:
         p: Probability of each link, in [0, 1].
-
-    Raises:
-        ConfigError: `p` is out of range.
     """
     import networkx as nx
 
@@ -121,9 +118,6 @@ def small_world(
 
     Args:
         p: Probability to rewire a link, in [0, 1].
-
-    Raises:
-        ConfigError: `near` or `p` is out of range.
     """
     import networkx as nx
 

@@ -42,9 +42,6 @@ def flame(
 
     Returns:
         A reduction of the models in the cluster and the model before the round.
-
-    Raises:
-        ConfigError: `noise` is negative.
     """
     require("noise", noise, noise >= 0, "0 or more")
     m = len(gram) - 1

@@ -46,9 +46,6 @@ def signguard(
     Returns:
         The state, and the weights of the received models, the agent's own and, as the rest, its
         model before the round.
-
-    Raises:
-        ConfigError: `sampled` is out of range.
     """
     require("sampled", sampled, 0 < sampled <= 1, "above 0 and at most 1")
     assert inputs.previous is not None

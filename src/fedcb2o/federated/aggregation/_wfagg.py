@@ -47,9 +47,6 @@ def wfagg(
         f: Number of attackers to assume; by default the attackers' share, rounded up.
         smoothing: Share of the received models, from 0 to 1.
         transient: First round in which moves are measured.
-
-    Raises:
-        ConfigError: `smoothing` is out of range.
     """
     if not 0 <= smoothing <= 1:
         raise ConfigError(

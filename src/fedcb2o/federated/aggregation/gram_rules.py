@@ -121,9 +121,6 @@ def multi_krum(
 
     Args:
         selected: Number of models to average; by default m - f.
-
-    Raises:
-        ConfigError: `selected` or `neighbours` is below 1.
     """
     m = len(gram)
     f = validate_byzantine_count(multi_krum, f, m)
@@ -175,9 +172,6 @@ def geometric_median(
         smoothing: Least distance that counts, above 0.
         iterations: Largest number of iterations.
         start: Weights of the first point, shape [m], that sum to 1; by default the mean.
-
-    Raises:
-        ConfigError: `smoothing` is not above 0.
     """
     require("smoothing", smoothing, smoothing > 0, "above 0")
     m = len(gram)

@@ -31,9 +31,6 @@ def lpe_tsr(losses: Float[Tensor, " m"], *, temperature: float = 1.0) -> Float[T
 
     Returns:
         Weights, shape [m]; 0 for a loss that is not finite.
-
-    Raises:
-        ConfigError: `temperature` is not above 0.
     """
     require("temperature", temperature, temperature > 0, "above 0")
     scores = (-losses.double() / temperature).where(losses.isfinite(), -torch.inf)

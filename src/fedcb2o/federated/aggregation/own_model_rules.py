@@ -60,9 +60,6 @@ def centred_clipping(
 
     Args:
         iterations: Number of iterations.
-
-    Raises:
-        ConfigError: `radius` is not above 0.
     """
     require("radius", radius, radius > 0, "above 0")
     m = len(gram) - 1
@@ -96,9 +93,6 @@ def norm_clipping(
 
     Args:
         radius: Largest norm of an update, above 0; by default the median of the norms.
-
-    Raises:
-        ConfigError: `radius` is not above 0.
     """
     m = len(gram) - 1
     if m == 0:
@@ -132,9 +126,6 @@ def clipped_gossip(
 
     Args:
         radius: Largest norm of a difference, above 0; by default the paper's.
-
-    Raises:
-        ConfigError: `radius` is not above 0.
     """
     m = len(gram) - 1
     if m == 0:
@@ -193,9 +184,6 @@ def balance(
         progress: Finished part t/T of the run, from 0 to 1.
         gamma: Largest relative distance at the start, above 0.
         kappa: Decay rate of the largest relative distance.
-
-    Raises:
-        ConfigError: `gamma` or `alpha` is out of range.
     """
     require("gamma", gamma, gamma > 0, "above 0")
     m = len(gram) - 1

@@ -53,9 +53,6 @@ def bucketing(m: int, draw: np.random.Generator, *, size: int = 2) -> Float[Tens
 
     Returns:
         The mixing matrix, shape [j, m].
-
-    Raises:
-        ConfigError: `size` is below 1.
     """
     if size < 1:
         raise ConfigError(
@@ -72,9 +69,6 @@ def clipping(gram: Float[Tensor, "m m"], *, radius: float = 2.0) -> Float[Tensor
     """Clip each model's difference to the agent's own model to a fixed norm.
 
     Replaces x_j by x + min(1, radius / ||x_j - x||) (x_j - x), where x is the agent's own model.
-
-    Raises:
-        ConfigError: `radius` is not above 0.
     """
     require("radius", radius, radius > 0, "above 0")
     return _clipping_matrix(squared_distances(gram)[-1, :-1], radius)

@@ -214,9 +214,6 @@ def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Te
 
     Args:
         removed: Models to remove for each assumed attacker, above 0 (c in the paper).
-
-    Raises:
-        ConfigError: `removed` is not above 0.
     """
     require("removed", removed, removed > 0, "above 0")
     m = len(gram)

@@ -29,9 +29,6 @@ def tad_lora(*, switching_interval: int = 5, selection: PluginChoice = "everyone
 
     Args:
         switching_interval: Rounds in which B alone is trained before A, and A before B; 1 or more.
-
-    Raises:
-        ConfigError: `switching_interval` is below 1.
     """
     require("switching_interval", switching_interval, switching_interval >= 1, "1 or more")
     return dataclasses.replace(

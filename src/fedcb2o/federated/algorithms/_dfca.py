@@ -31,9 +31,6 @@ def dfca(*, models: int, selection: PluginChoice = "uniform") -> Algorithm:
 
     Args:
         models: Number K of models per agent, 1 or more.
-
-    Raises:
-        ConfigError: `models` is below 1.
     """
     require("models", models, models >= 1, "1 or more")
     return dataclasses.replace(

@@ -273,9 +273,6 @@ def hybrid_sparse(
         z: Number of standard deviations for the others. By default the largest at which the squared
             distances to the benign models sum to no more than those of the benign model nearest to
             the others; 0 if the sensitive parameters alone exceed that.
-
-    Raises:
-        ConfigError: `kept_share` is out of range.
     """
     require("kept_share", kept_share, 0 <= kept_share <= 1, "between 0 and 1")
     models = view.benign()

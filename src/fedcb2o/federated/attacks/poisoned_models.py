@@ -31,9 +31,6 @@ def gap_aware(
     Args:
         bound: Largest class-loss gap, 0 or more.
         halvings: Number of bisection steps.
-
-    Raises:
-        ConfigError: `bound` is negative.
     """
     require("bound", bound, bound >= 0, "0 or more")
     mean = view.benign().mean(0)
@@ -93,9 +90,6 @@ def neurotoxin(
 
     Args:
         masked_share: Share of the coordinates, those of the largest benign update, from 0 to 1.
-
-    Raises:
-        ConfigError: `masked_share` is out of range.
     """
     require("masked_share", masked_share, 0 <= masked_share <= 1, "between 0 and 1")
     benign_update = view.benign().mean(0) - view.previous

@@ -134,9 +134,6 @@ def fang_krum(
 
     Args:
         threshold: The search ends at a lambda below this, above 0.
-
-    Raises:
-        ConfigError: `threshold` is not above 0.
     """
     require("threshold", threshold, threshold > 0, "above 0")
     models = _finite_models(view)
@@ -182,9 +179,6 @@ def fang_trimmed_mean(
 
     Args:
         spread: Factor b in the paper, above 1.
-
-    Raises:
-        ConfigError: `spread` is not above 1.
     """
     require("spread", spread, spread > 1, "above 1")
     models = _finite_models(view)

@@ -134,9 +134,6 @@ def calibration_error(
 
     Returns:
         A number in [0, 1], lower is better.
-
-    Raises:
-        ConfigError: `bins` is below 1.
     """
     if bins < 1:
         raise ConfigError(f"metric `calibration_error`: `bins` must be 1 or more, got {bins}")
