@@ -45,11 +45,9 @@ class Stage(BenignEngine, batched_aggregation.BatchEngine, Protocol):
 
         Attackers see the models that their threat model allows.
         """
-        ...
 
     def replace_outbox(self, n: int, outbox: Outbox) -> None:
         """Publish other models of round n."""
-        ...
 
 
 class AdversarialEngine:

@@ -60,7 +60,6 @@ class BenignEngine(Protocol):
 
     def train_(self, n: int) -> list[TrainResult]:
         """Train the models of all agents (LocalUpdate); return the result of each batch."""
-        ...
 
     def publish_(
         self, n: int, online: Bool[np.ndarray, " N"], max_abs: Float[np.ndarray, " N"]
@@ -70,7 +69,6 @@ class BenignEngine(Protocol):
         `online` is True for agents that take part in the round. `max_abs` is the largest absolute
         value of each trained model; not finite for a broken one.
         """
-        ...
 
     def aggregate_(
         self,
@@ -86,11 +84,9 @@ class BenignEngine(Protocol):
         after lines 1 to 6, and "mix" after line 7. Returns the new state and the decisions of each
         batch, and False for benign agents whose model is not finite.
         """
-        ...
 
     def evaluate(self) -> dict[int, EvaluationResult]:
         """Return the test result of each benign agent, by its id."""
-        ...
 
 
 class Engine(BenignEngine, Protocol):
@@ -100,7 +96,6 @@ class Engine(BenignEngine, Protocol):
 
     def may_break(self, n: int) -> bool:
         """Return True in rounds in which others may break an agent's model, which is no error."""
-        ...
 
 
 @dataclass(frozen=True)
