@@ -44,10 +44,7 @@ from fedcb2o.federated.aggregation._lightyear import *  # noqa: F403
 from fedcb2o.federated.aggregation._sentinel import *  # noqa: F403
 from fedcb2o.federated.aggregation._signguard import *  # noqa: F403
 from fedcb2o.federated.aggregation._wfagg import *  # noqa: F403
-from fedcb2o.federated.aggregation.base import RULE_SIGNATURE as RULE_SIGNATURE
 from fedcb2o.federated.aggregation.base import apply as apply
-from fedcb2o.federated.aggregation.base import evaluate_rule as evaluate_rule
-from fedcb2o.federated.aggregation.base import gram_and_mixing as gram_and_mixing
 from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
 from fedcb2o.federated.aggregation.base import signature_of as signature_of
 from fedcb2o.federated.aggregation.coordinatewise import *  # noqa: F403
