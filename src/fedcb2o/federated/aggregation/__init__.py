@@ -84,7 +84,7 @@ _ARGUMENTS = {
     "alpha": "Weight of the agent's own model, from 0 to 1.",
     "neighbours": "Number of nearest models in the score; by default m - f - 2.",
 }
-_LAST_ROW = {
+_LAST_ROW: dict[tuple[str, ...], str] = {
     ("own",): "; the agent's own model is last",
     ("before",): "; the model before the round is last",
 }
