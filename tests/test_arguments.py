@@ -122,8 +122,8 @@ CASES = [
         for name, values in ARGUMENTS.items()
         for value in values
     ),
-    ("run", "memory", [1], "--memory needs a size"),
-    ("run", "memory", "9" * 400, "--memory needs a size"),
+    ("run", "memory", [1], "`memory` needs a size"),
+    ("run", "memory", "9" * 400, "`memory` needs a size"),
     *(
         (name, "", value, message)
         for name, message in (("load", NO_EXPERIMENT), ("bench", NO_GRID))

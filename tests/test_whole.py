@@ -51,7 +51,7 @@ BASE: dict[str, Any] = {
         "budget": 4,
     },
     "model": {"name": "tests.whole:smooth_mlp"},
-    "training": {"gamma": 0.1, "momentum": 0.5, "batch_size": 8, "local_epochs": 2},
+    "training": {"gamma": 0.1, "momentum": 0.5, "batch_size": 8, "local_epochs": 1},
     "algorithm": {"name": "fedcb2o"},
     "attack": {"name": "label_flip", "source": 9, "target": 4},
 }
