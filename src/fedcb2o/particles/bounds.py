@@ -4,16 +4,13 @@ The bounds are those of prop:QQLP and prop:attack on ensembles: García Trillos 
 Against Diverse Attacks in Federated Learning Through Consensus-Based Bi-Level Optimization"
 (arXiv 2412.02535), Section 2. Both sides of every inequality are computed; the constants of
 Assumptions A1 to A6 belong to the user's L and G. Balls are closed, and `target` is theta_good.
-
-Example:
-    >>> ball_mass(torch.tensor([[0.0], [0.5], [2.0], [3.0]]), torch.tensor([0.0]), 1.0)
-    0.5
 """
 # ruff: noqa: N802, N815 (the paper's names)
 
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -82,24 +79,13 @@ class Constants:
             raise ConfigError(f"`L_low` must be finite, got {self.L_low}")
 
     def lower_cap(self, r_G: Number) -> float:
-        """Return min{L_inf, (eta_L r_G)^(1/nu_L)} (A3).
-
-        Args:
-            r_G: Radius about Theta.
-
-        Returns:
-            The level of L - L_low up to which Theta is within r_G.
-        """
+        """Return min{L_inf, (eta_L r_G)^(1/nu_L)} (A3): up to this L, Theta is within r_G."""
         return float(min(self.L_inf, (self.eta_L * r_G) ** (1 / self.nu_L)))
 
     def upper_cap(self, *, attack: bool) -> float:
         """Return min{G_inf, (eta_G R_K_G)^(1/nu_G)} of prop:QQLP.
 
-        Args:
-            attack: Whether K_G R_K_G^k_G counts too, as in prop:attack.
-
-        Returns:
-            The minimum.
+        With `attack`, K_G R_K_G^k_G counts too, as in prop:attack.
         """
         cap = min(self.G_inf, (self.eta_G * self.R_K_G) ** (1 / self.nu_G))
         if attack:
@@ -107,40 +93,20 @@ class Constants:
         return float(cap)
 
     def max_rise(self, r: Number) -> float:
-        """Return H_G r^h_G, the largest change of G near the target (A4).
-
-        Args:
-            r: Radius about the target.
-
-        Returns:
-            The bound.
-        """
+        """Return H_G r^h_G, the largest change of G within r of the target (A4)."""
         return float(self.H_G * r**self.h_G)
 
     def min_alpha(self) -> float:
-        """Return 1 / (k_G K_G R_K_G^k_G) of prop:attack.
-
-        Returns:
-            The alpha from which x exp(-alpha K_G x^k_G) falls beyond R_K_G.
-        """
+        """Return the alpha from which x exp(-alpha K_G x^k_G) falls beyond R_K_G (prop:attack)."""
         return float(1 / (self.k_G * self.K_G * self.R_K_G**self.k_G))
 
 
 @dataclasses.dataclass(frozen=True)
 class Mixture:
-    """The measure w_b rho^b + w_m rho^m (eq:dyn_macro, prop:QQLP) as two ensembles.
-
-    Attributes:
-        theta: Benign particles [n, d].
-        target: theta_good [d].
-        lower: L, [n, d] -> [n].
-        upper: G, [n, d] -> [n].
-        theta_m: Malicious particles [n_m, d].
-        w_m: Share of all malicious particles, in [0, 1).
-    """
+    """The measure w_b rho^b + w_m rho^m (eq:dyn_macro, prop:QQLP) as two ensembles."""
 
     theta: Float[Tensor, "n d"]
-    target: Float[Tensor, " d"]
+    target: Float[Tensor, " d"]  # theta_good
     lower: Objective
     upper: Objective
     theta_m: Float[Tensor, "n_m d"] | None = None
@@ -157,29 +123,18 @@ class Mixture:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The parameters that prop:QQLP and prop:attack fix.
-
-    Attributes:
-        alpha: Weight parameter.
-        beta: Share of Q_beta, in (0, 1).
-        delta_q: Addition to the quantile.
-        r_G: Radius of A5.
-        r: Radius about the target.
-        u: Level of G.
-        radius: R of the ball B_R(0).
-        r_R: Radius about the target within which all points are in B_R(0).
-        G_r: Supremum of G - G(target) within r of the target, or an upper bound on it; None for
-            the bound H_G r^h_G of A4.
-    """
+    """The parameters that prop:QQLP and prop:attack fix."""
 
     alpha: Number
     beta: Number
     delta_q: Number
-    r_G: Number
-    r: Number
-    u: Number
-    radius: Number = math.inf
-    r_R: Number = math.inf
+    r_G: Number  # radius of A5
+    r: Number  # radius about the target
+    u: Number  # level of G
+    radius: Number = math.inf  # R of the ball B_R(0)
+    r_R: Number = math.inf  # radius about the target within which all points are in B_R(0)
+    # Supremum of G - G(target) within r of the target, or an upper bound on it; None for the bound
+    # H_G r^h_G of A4.
     G_r: Number | None = None
 
     def __post_init__(self) -> None:
@@ -198,8 +153,7 @@ class Setting:
 class _Bound:
     """A bound with its hypotheses."""
 
-    # Whether each hypothesis holds.
-    hypotheses: Mapping[str, bool]
+    hypotheses: Mapping[str, bool]  # whether each hypothesis holds
 
     @property
     def applies(self) -> bool:
@@ -211,31 +165,18 @@ class _Bound:
 class LaplaceBound(_Bound):
     """Both sides of eq:lem:laplace_LG (prop:QQLP) and its hypotheses.
 
-    Unless all hypotheses hold (`applies`), the right side need not bound anything.
-
-    Attributes:
-        distance: Left side, |m_{alpha,beta} - target|.
-        near: Term of G near the target.
-        benign: Term of the benign particles.
-        inside: Term of the malicious particles within R_K_G of the target.
-        outside: Term of the malicious particles beyond.
-        hypotheses: Whether each hypothesis holds: on r_G, delta_q, beta (eq:beta_QQLP), r, u and on
-            the benign `mass` in B_r(target).
+    They are on r_G, delta_q, beta (eq:beta_QQLP), r, u and on the benign `mass` in B_r(target).
     """
 
-    distance: float
-    near: float
-    benign: float
-    inside: float
-    outside: float
+    distance: float  # left side, |m_{alpha,beta} - target|
+    near: float  # term of G near the target
+    benign: float  # term of the benign particles
+    inside: float  # term of the malicious particles within R_K_G of the target
+    outside: float  # term of the malicious particles beyond
 
     @property
     def total(self) -> float:
-        """The right side, the sum of the four terms.
-
-        Returns:
-            near + benign + inside + outside, a bound on `distance` if the hypotheses hold.
-        """
+        """The right side, the sum of the four terms."""
         return self.near + self.benign + self.inside + self.outside
 
 
@@ -243,15 +184,9 @@ class LaplaceBound(_Bound):
 class AttackBounds(_Bound):
     """Both sides of eq:mali_bound_inside_ball and eq:mali_bound_outside_ball (prop:attack).
 
-    Attributes:
-        inside: Integral of the distance over malicious particles of Q_beta within R_K_G of the
-            target.
-        inside_bound: Its bound.
-        outside: Integral over those beyond, each with the factor
-            exp(alpha (G_r - K_G distance^k_G)).
-        outside_bound: Its bound.
-        hypotheses: Whether each hypothesis holds: on r_G, delta_q, beta (eq:beta_QQLP2), r, u and
-            alpha.
+    The integrals are over the malicious particles of Q_beta: of the distance within R_K_G of the
+    target, and beyond with the factor exp(alpha (G_r - K_G distance^k_G)). The hypotheses are on
+    r_G, delta_q, beta (eq:beta_QQLP2), r, u and alpha.
     """
 
     inside: float
@@ -261,19 +196,7 @@ class AttackBounds(_Bound):
 
 
 def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> LaplaceBound:
-    """Compute the robust quantiled Laplace bound (prop:QQLP, eq:lem:laplace_LG).
-
-    Args:
-        mixture: The measure and its objectives.
-        setting: The parameters.
-        constants: The constants of the assumptions.
-
-    Returns:
-        Both sides of the inequality.
-
-    Raises:
-        ConfigError: No particle of Q_beta is in B_R(0).
-    """
+    """Compute the robust quantiled Laplace bound (prop:QQLP, eq:lem:laplace_LG)."""
     terms = _integrals(mixture, setting, constants)
     G_r = _G_r(setting, constants)
     mass = ball_mass(mixture.theta, mixture.target, setting.r)
@@ -300,17 +223,6 @@ def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> A
 
     The bounds are R_K_G (eq:mali_bound_inside_ball) and R_K_G exp(-alpha u)
     (eq:mali_bound_outside_ball).
-
-    Args:
-        mixture: The measure and its objectives.
-        setting: The parameters.
-        constants: The constants of the assumptions.
-
-    Returns:
-        Both sides of the inequalities.
-
-    Raises:
-        ConfigError: No particle of Q_beta is in B_R(0).
     """
     terms = _integrals(mixture, setting, constants)
     R = float(constants.R_K_G)
@@ -324,8 +236,7 @@ def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> A
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Integrals:
+class _Integrals(NamedTuple):
     """The values |m - target| and q_beta, and the integrals over Q_beta.
 
     The integrals are over benign particles, and malicious ones within R_K_G and beyond.
@@ -406,42 +317,17 @@ def _G_r(setting: Setting, constants: Constants) -> float:
 
 
 def ball_mass(theta: Float[Tensor, "n d"], target: Float[Tensor, " d"], radius: Number) -> float:
-    """Return rho^b(B_r(target)), as eq:beta and eq:alpha need it.
-
-    Args:
-        theta: Benign particles [n, d].
-        target: theta_good [d].
-        radius: r.
-
-    Returns:
-        Share of the particles within r of the target.
-    """
+    """Return rho^b(B_r(target)), as eq:beta and eq:alpha need it."""
     return float((distance(theta, target) <= radius).double().mean())
 
 
 def distance(theta: Tensor, target: Tensor) -> Tensor:
-    """Return |theta - target| of every particle in float64.
-
-    Args:
-        theta: Particles [..., d].
-        target: A point [d].
-
-    Returns:
-        Distances [...].
-    """
+    """Return |theta - target| of every particle in float64."""
     return (theta.double() - target.double()).square().sum(-1).sqrt()
 
 
 def check_share(w_m: Number, name: str = "w_m") -> None:
-    """Refuse a share of attackers outside [0, 1).
-
-    Args:
-        w_m: The share.
-        name: Its name in messages.
-
-    Raises:
-        ConfigError: The share is out of range.
-    """
+    """Refuse a share of attackers outside [0, 1)."""
     if not 0 <= w_m < 1:
         raise ConfigError(
             f"`{name}`, the share of attackers, must be at least 0 and below 1, got {w_m}"

@@ -78,18 +78,6 @@ def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) ->
     one in |m - target|^2. With c = min{vartheta (2 lambda - d sigma^2) / (2 sqrt(2) (lambda + d
     sigma^2)), sqrt(vartheta (2 lambda - d sigma^2) / (d sigma^2))} each term is at most vartheta/2
     times (2 lambda - d sigma^2) V. The first value is the smaller one for all lambda and sigma.
-
-    Args:
-        vartheta: In (0, 1).
-        lambda1: Drift.
-        sigma1: Noise.
-        dim: d.
-
-    Returns:
-        c.
-
-    Raises:
-        ConfigError: vartheta is not in (0, 1), or 2 lambda <= d sigma^2.
     """
     rate = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
     diffusion = dim * sigma1**2
@@ -100,20 +88,7 @@ def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) ->
 
 
 def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> float:
-    """Compute T* (eq:end_time_star_statement), by which V has decayed from V0 to eps.
-
-    Args:
-        V0: V at the start.
-        eps: Accuracy, in (0, V0).
-        vartheta: In (0, 1).
-        rate: `contraction_rate`, above 0.
-
-    Returns:
-        T*.
-
-    Raises:
-        ConfigError: An argument is outside the hypotheses of thm:main.
-    """
+    """Compute T* (eq:end_time_star_statement), by which V has decayed from V0 to eps."""
     _check_theorem(vartheta, rate, V0, eps)
     return math.log(V0 / eps) / ((1 - vartheta) * rate)
 
@@ -191,23 +166,14 @@ def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Flo
 
 @dataclasses.dataclass(frozen=True)
 class Scales:
-    """Lengths and levels behind beta and alpha at an accuracy eps (eq:beta, eq:alpha).
+    """Lengths and levels behind beta and alpha at an accuracy eps (eq:beta, eq:alpha)."""
 
-    Attributes:
-        G_inf: G_inf with a tilde.
-        r_G: r_{G,eps}.
-        delta_q: Addition to the quantile.
-        xi_L: xi_{L,eps}.
-        r_H: r_{H,eps}.
-        u: u_eps.
-    """
-
-    G_inf: float
-    r_G: float
+    G_inf: float  # with a tilde
+    r_G: float  # r_{G,eps}
     delta_q: float
-    xi_L: float
-    r_H: float
-    u: float
+    xi_L: float  # xi_{L,eps}
+    r_H: float  # r_{H,eps}
+    u: float  # u_eps
 
 
 def scales(
@@ -215,17 +181,7 @@ def scales(
 ) -> Scales:
     """Compute the scales of eq:beta and eq:alpha.
 
-    Args:
-        constants: The constants of the assumptions.
-        c: `closeness`, above 0.
-        eps: Accuracy, above 0.
-        delta_q: Addition to the quantile; None for the largest one in the proof of thm:main.
-
-    Returns:
-        The scales.
-
-    Raises:
-        ConfigError: delta_q is too large, or c or eps is not above 0.
+    Without delta_q it is the largest one in the proof of thm:main.
     """
     check_positive({"c": c, "eps": eps})
     G_inf = constants.upper_cap(attack=True)
@@ -251,21 +207,9 @@ def scales(
 
 
 def beta_0(*, w_m: Number, ball_mass: Number, p_H: Number, end_time: Number) -> float:
-    """Compute the upper bound on beta (eq:beta).
+    """Compute the upper bound on beta (eq:beta), which is proportional to w_b = 1 - w_m.
 
-    It is proportional to w_b = 1 - w_m.
-
-    Args:
-        w_m: Share of attackers, in [0, 1).
-        ball_mass: rho_0^b(B_{r_H/2}(target)), in (0, 1].
-        p_H: p_{H,eps}, at least 0.
-        end_time: T*, at least 0.
-
-    Returns:
-        beta_0.
-
-    Raises:
-        ConfigError: An argument is out of range.
+    `ball_mass` is rho_0^b(B_{r_H/2}(target)), `p_H` is p_{H,eps}, and `end_time` is T*.
     """
     check_share(w_m)
     _check_mass(ball_mass)
@@ -288,25 +232,8 @@ def alpha_0(
 ) -> float:
     """Compute the lower bound on alpha (eq:alpha), which grows with w_m.
 
-    Its part for the attack has the factor 1/u.
-
-    Args:
-        constants: The constants of the assumptions.
-        w_m: Share of attackers, in [0, 1).
-        ball_mass: rho_0^b(B_{r/2}(target)) for r = r_eps, in (0, 1].
-        V0: V at the start.
-        eps: Accuracy, in (0, V0).
-        vartheta: In (0, 1).
-        rate: `contraction_rate`, above 0.
-        c: `closeness`, above 0.
-        u: u_eps (`scales`), above 0.
-        p: p_eps, at least 0.
-
-    Returns:
-        alpha_0.
-
-    Raises:
-        ConfigError: An argument is out of range.
+    `ball_mass` is rho_0^b(B_{r/2}(target)) for r = r_eps, c is `closeness`, u is u_eps (`scales`)
+    and p is p_eps.
     """
     _check_theorem(vartheta, rate, V0, eps)
     check_share(w_m)
@@ -342,7 +269,6 @@ class Suggestion:
     notes: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """Return the scalings, then their limits."""
         odds = self.share / (1 - self.share)
         increase = f"max(0, log({odds:.4g} R_K_G / sqrt(eps))) / u_eps"
         if self.alpha_increase is not None:
@@ -396,15 +322,11 @@ def suggest_parameters(
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
 
     # 1. The increase of alpha, in units of 1/u and as a number.
-    part = None
-    if share == 0:
-        part = 0.0
-    elif R_K_G is not None and eps is not None:
+    part = 0.0 if share == 0 else None
+    if share and R_K_G is not None and eps is not None:
         part = _attack_part(share, R_K_G, eps)
-    increase = None
-    if part == 0:
-        increase = 0.0
-    elif part is not None and u is not None:
+    increase = 0.0 if part == 0 else None
+    if part and u is not None:
         increase = part / u
 
     # 2. The scaled values.
