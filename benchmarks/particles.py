@@ -108,7 +108,7 @@ def measure(
     """Return the least milliseconds per step of each contender."""
     generator = torch.Generator().manual_seed(1)
     start = torch.rand(runs, n, dim, dtype=dtype, generator=generator) * 6 - 3
-    normals = Normals(list(range(runs)), "noise", n, dim, dtype=dtype, device=start.device)
+    normals = Normals(list(range(runs)), "noise", n, start)
     contenders: dict[str, Callable[[], object]] = {
         "fedcb2o": lambda: run_fedcb2o(start, steps),
         "cbx numpy": lambda: run_cbx_numpy(start, steps),

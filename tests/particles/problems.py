@@ -6,6 +6,7 @@ import torch
 
 import fedcb2o
 from fedcb2o import Adaptive, Paper
+from fedcb2o.particles.dynamics import EvaluationRequest
 from fedcb2o.particles.objectives import circle, paraboloid
 
 G = paraboloid(2.0, 0.0)
@@ -40,3 +41,8 @@ def minimize_on_circle(**settings):
 def double(values):
     """Return a float64 tensor."""
     return torch.tensor(values, dtype=torch.float64)
+
+
+def evaluate_objectives(*arguments, **settings):
+    """Return the values of a request."""
+    return EvaluationRequest(*arguments, **settings).evaluate()

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from tests.names import steady
-from tests.particles.problems import double, minimize, with_dynamics
+from tests.particles.problems import double, evaluate_objectives, minimize, with_dynamics
 from torch.testing import assert_close
 
 from fedcb2o import Adversary, CaptureWarning, ConfigError, Paper
 from fedcb2o.particles import adversaries
-from fedcb2o.particles.dynamics import ConsensusParams, consensus_point, evaluate_objectives
+from fedcb2o.particles.dynamics import ConsensusParams, consensus_point
 from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
 
 LURE = paraboloid(2.0, 0.0)  # G is least at (2, 0); among the minimisers of L, at (1, 0)

@@ -265,22 +265,6 @@ def test_a_constraint_of_from_point_may_have_several_values_and_arguments():
     assert result.x.tolist() == pytest.approx([1, 2], abs=1e-3)
 
 
-@pytest.mark.parametrize("keep_feasible", [False, True])
-def test_a_constraint_of_one_point_may_accept_many(keep_feasible):
-    """The constraint and the objective divide by the sum of a point's coordinates."""
-    target = np.array([0.5, 0.3, 0.2])
-    smallest = NonlinearConstraint(
-        lambda x: x / np.sum(x), 0.25, np.inf, keep_feasible=keep_feasible
-    )
-    result = minimize(
-        lambda x: np.abs(x / np.sum(x) - target) @ np.ones(3),
-        dim=3, bounds=(0.01, 1), constraints=smallest, maxfev=8000,
-    )  # fmt: skip
-    shares = result.x / result.x.sum()
-    assert shares.min() >= 0.249
-    assert result.fun == pytest.approx(0.1, abs=0.01)
-
-
 @pytest.mark.parametrize("runs", [None, 3])
 def test_fun_is_the_first_function_also_where_a_constraint_is_violated(runs):
     far = {"type": "ineq", "fun": lambda x: x[..., 0] - 50}

@@ -8,7 +8,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from tests import reference
-from tests.particles.problems import double
+from tests.particles.problems import double, evaluate_objectives
 from torch.testing import assert_close
 
 from fedcb2o.errors import ConfigError, RunError
@@ -18,7 +18,6 @@ from fedcb2o.particles.dynamics import (
     consensus_point,
     consensus_step_,
     consensus_weights,
-    evaluate_objectives,
     gradient_step_,
 )
 from fedcb2o.particles.objectives import circle, paraboloid

@@ -10,7 +10,7 @@ from tests.particles.problems import G, double
 
 from fedcb2o import ConfigError, minimize
 from fedcb2o.particles import objectives
-from fedcb2o.particles.ask_tell import EvaluationRequest
+from fedcb2o.particles.dynamics import EvaluationRequest
 from fedcb2o.particles.local_search import search_locally
 
 BOX = [(-5, 5)] * 2

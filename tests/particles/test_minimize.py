@@ -101,12 +101,12 @@ def run_reference(settings, sizes, groups, steps, with_g, seed):
             )
             for _ in range(count)
         ]
-    kind = {"dtype": torch.float64, "device": torch.device("cpu")}
-    noise = Normals([seed], "particles noise", n, d, **kind)
-    gradient_noise = Normals([seed], "particles gradient noise", n, d, **kind)
+    like = torch.empty(d, dtype=torch.float64)
+    noise = Normals([seed], "particles noise", n, like)
+    gradient_noise = Normals([seed], "particles gradient noise", n, like)
     ends = list(itertools.accumulate((group[2] for group in groups.entries), initial=n))
     attack_noise = [
-        Normals([seed], f"particles adversary {first}", end - first, d, **kind)
+        Normals([seed], f"particles adversary {first}", end - first, like)
         for first, end in itertools.pairwise(ends)
     ]
     order, orders = [], fedcb2o.stream(seed, "particles", "batches")

@@ -9,13 +9,12 @@ from scipy import stats
 
 from fedcb2o.particles.noise import Normals
 
-CPU = torch.device("cpu")
 DTYPES = (torch.float32, torch.float64)
 
 
 def draw_increments(seeds, n, dim, steps, dtype=torch.float64, purpose="noise"):
     """Draw increments, shape [steps, runs, n, d]."""
-    normals = Normals(seeds, purpose, n, dim, dtype=dtype, device=CPU)
+    normals = Normals(seeds, purpose, n, torch.empty(dim, dtype=dtype))
     return torch.stack([normals.next().clone() for _ in range(steps)])
 
 
@@ -82,7 +81,7 @@ def test_a_run_draws_the_same_increments_alone_and_in_a_batch(dtype, n, dim):
 @pytest.mark.parametrize("first_stop", [1, 63, 64, 65])
 def test_stopped_runs_do_not_change_the_increments_of_others(dtype, first_stop):
     expected = draw_increments([0, 1, 2, 3], 10, 3, 150, dtype)
-    normals = Normals([0, 1, 2, 3], "noise", 10, 3, dtype=dtype, device=CPU)
+    normals = Normals([0, 1, 2, 3], "noise", 10, torch.empty(3, dtype=dtype))
     for step in range(first_stop):
         assert torch.equal(normals.next(), expected[step])
     normals.keep_runs([1, 3])

@@ -3,12 +3,12 @@
 import numpy as np
 import pytest
 import torch
+from tests.particles.problems import evaluate_objectives
 from tests.tiny import run_cli
 
 import fedcb2o
 from fedcb2o import Paper, minimize
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.dynamics import evaluate_objectives
 
 
 def circle(x):

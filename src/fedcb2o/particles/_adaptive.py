@@ -1,18 +1,11 @@
-"""The adaptive dynamics: consensus hopping with restarts, for all active runs.
+"""The adaptive dynamics of all active runs: consensus hopping with restarts (`hopping`).
 
-    theta^i ~ N(m, s^2 C)                                     for every particle i
-    m, s, C <- weighted average, step size and covariance of the better half of the ensemble
-    after a collapse a larger ensemble starts in the box, and looks for a smaller G
-
-Each run has a `Hopper` (`particles.hopping`), the memory of the state. It changes in place.
-
-Example:
-    >>> Adaptive(delta_q=0.01).xtol is None
-    True
+Each run has a `Hopper`, the memory of the state. It changes in place.
 """
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -21,20 +14,18 @@ from torch import Tensor
 
 from fedcb2o.errors import RunError
 from fedcb2o.particles import settings
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.ask_tell import EvaluationSteps
 from fedcb2o.particles.constraints import Constraints
-from fedcb2o.particles.dynamics import ConsensusParams, Values
+from fedcb2o.particles.dynamics import ConsensusParams, EvaluationRequest, Values
 from fedcb2o.particles.hopping import Hopper, default_num_particles
 from fedcb2o.particles.initialisation import Start, Stop
 from fedcb2o.particles.local_search import MAX_DIM, search_locally
 from fedcb2o.particles.system import Cluster, Ensembles, Evaluation, System
 
-_EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
 _PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
 _NUM_CANDIDATES = 3  # ends whose points are judged again if the best one is not confirmed
 _SEARCH_LENGTH = 200  # evaluations of a local search, over d + 1
 _CONFIRMABLE = 160  # budget from which candidates are judged again
-_NUM_RUNNERS_UP = 5
 _CONFIRMED = 1e-6  # relative difference of two evaluations of a point that counts as rounding
 _BARRED_MESSAGE = (
     "L is smaller at points where G is infinite, so x does not minimise L: if these points are"
@@ -66,14 +57,14 @@ class Adaptive:
     xtol: float | None = None
     agree: str = "x"
 
-    # Hopping has no time of its own. Adversaries and the history need one.
-    dt: ClassVar[float] = 0.1
+    dt: ClassVar[float] = 0.1  # for adversaries and the history, as hopping has no time
+    max_steps: ClassVar[int | None] = None
+    radius: ClassVar[float] = math.inf
     needs_gradient: ClassVar[bool] = False
     keeps_x0: ClassVar[bool] = True
     can_split: ClassVar[bool] = False  # particles at one point stay together
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert them to plain numbers."""
         settings.check_choices({"`agree`": (self.agree, ("x", "value"))})
         given = {"delta_q": self.delta_q}
         if self.xtol is not None:
@@ -85,20 +76,11 @@ class Adaptive:
         """Return the default number of particles, 4 (4 + 3 log d)."""
         return default_num_particles(dim)
 
-    def default_limits(
-        self, maxiter: int | None, maxfev: int | None, dim: int
-    ) -> tuple[int | None, int | None]:
-        """Return the largest numbers of steps and of evaluations."""
-        if maxfev is None and maxiter is None:
-            maxfev = _EVALUATIONS_PER_DIM * dim
-        return maxiter, maxfev
-
     def init(self, start: Start, maxfev: int | None) -> tuple[Ensembles, tuple[str, ...]]:
         """Return the state before the first step, without remarks."""
         system = start.system
-        walls = None
-        if system.bounds is not None:
-            walls = (_to_array(system.bounds[0]), _to_array(system.bounds[1]))
+        bounds = system.bounds
+        walls = None if bounds is None else (_to_array(bounds[0]), _to_array(bounds[1]))
         hoppers = []
         for seed, benign in zip(start.seeds, system.benign(start.theta), strict=True):
             low, high = start.box or benign.aminmax(dim=0)
@@ -122,50 +104,38 @@ class Adaptive:
             )
         return dataclasses.replace(start.ensembles(), memory=tuple(hoppers)), ()
 
-    def ask(self, system: System, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:
-        """Return the request for the values of the particles."""
-        return system.ask(state, check_writes)
-
     def tell(
         self, system: System, state: Ensembles, values: list[Values], check_writes: bool
-    ) -> tuple[Ensembles, Evaluation]:
+    ) -> Evaluation:
         """Receive the values, and move the consensus points of all runs."""
         (item,) = values
         for run, hopper in enumerate(state.memory):
-            lower = _to_array(item.lower[run])
-            upper = None if item.upper is None else _to_array(item.upper[run])
-            barred = None if item.barred_lower is None else item.barred_lower[run]
-            hopper.update(_to_array(state.theta[run]), lower, upper)
-            if barred is not None:
-                hopper.least_barred = min(hopper.least_barred, float(barred.min()))
+            hopper.update(_to_array(state.theta[run]), *_levels(item, run))
+            if item.barred_lower is not None:
+                hopper.least_barred = min(hopper.least_barred, float(item.barred_lower[run].min()))
             if not hopper.has_value:
                 raise RunError(
                     f"all {hopper.count} particles have NaN or infinite objectives: correct the"
                     " objectives, or start nearer"
                 )
         for points, own in system.own:
-            upper = None if own.upper is None else _to_array(own.upper[0])
             for hopper in state.memory:
-                hopper.add_own(_to_array(points), _to_array(own.lower[0]), upper)
+                hopper.add_own(_to_array(points), *_levels(own, 0))
         system.own.clear()
         m = np.stack([hopper.m for hopper in state.memory])
-        info = Evaluation(
+        return Evaluation(
             values,
             [torch.from_numpy(m).to(state.theta)],
             # Adversaries see the consensus point of the paper's default parameters.
             ConsensusParams(alpha=1000.0, beta=0.1, delta_q=self.delta_q),
             check_writes=check_writes,
-            may_end=any(hopper.is_trusted for hopper in state.memory),
         )
-        return system.count(state, values), info
 
     def terminate(self, state: Ensembles, spread: Tensor) -> Tensor:
         """Return whether the best end of each run [runs] is trusted."""
         return torch.tensor([hopper.is_trusted for hopper in state.memory])
 
-    def refine(
-        self, system: System, state: Ensembles, info: Evaluation, may_search: bool
-    ) -> EvaluationSteps[Evaluation]:
+    def refine(self, system: System, state: Ensembles, may_search: bool) -> EvaluationSteps[None]:
         """Run the local searches that the ensembles ask for, and use the rest of a budget."""
         (cluster,) = system.clusters
         for run, hopper in enumerate(state.memory):
@@ -176,89 +146,73 @@ class Adaptive:
             request = EvaluationRequest(
                 state.theta, lower, cluster.upper, system.flat, own=system.own
             )
+
             # 1. A local search.
+            budget = hopper.budget - state.num_evaluated - num_final(hopper.budget)
             first, hopper.search_from = hopper.search_from, None
-            left = _num_left(hopper, state)
-            limit = int(min(_SEARCH_LENGTH * (dim + 1), left))
+            limit = int(min(_SEARCH_LENGTH * (dim + 1), budget - hopper.extra))
             if first is not None and limit > dim + 1 and may_search:
                 box = (hopper.low, hopper.low + hopper.width)
                 found = yield from search_locally(
                     request, first, *box, hopper.walls, limit, hopper.rival
                 )
                 hopper.add_search(found)
-                info = dataclasses.replace(info, may_end=info.may_end or hopper.is_trusted)
             # 2. A step of fewer particles than an ensemble has, the last one.
-            left = _num_left(hopper, state)
+            left = budget - hopper.extra
             if 0 < left < system.evaluation_cost() and not system.adversaries:
                 points = hopper.points()[: int(left)]
                 theta = torch.from_numpy(points).to(state.theta)[None]
                 values = yield dataclasses.replace(request, theta=theta)
-                upper = None if values.upper is None else _to_array(values.upper[0])
-                hopper.add_rest(points, _to_array(values.lower[0]), upper)
-        return info
+                hopper.add_rest(points, *_levels(values, 0))
 
     def step(self, system: System, state: Ensembles, info: Evaluation) -> Ensembles:
         """Draw the particles of the next step."""
         points = np.stack([hopper.points() for hopper in state.memory])
-        return system.replace_(state, info, torch.from_numpy(points).to(state.theta), self.dt)
+        drawn = torch.from_numpy(points).to(state.theta)
+        return system.step_(state, info, self.dt, lambda benign: benign.copy_(drawn))
 
-    def fields(self, state: Ensembles) -> dict[str, Tensor]:
-        """Return further fields of all active runs.
-
-        They are the best points `x`, their recorded values `judged`, further `candidates`,
-        consensus points, the numbers behind a success (`_evidence`), other ends, and whether L is
-        less at a point where G is infinite (`barred`).
-        """
-        rows: list[tuple[Any, ...]] = []
-        barred = []
+    def best_values(self, system: System, state: Ensembles, info: Evaluation) -> Tensor:
+        """Return L and G [runs, 1, 2] of the best ends; without G, L twice."""
+        values = []
         for hopper in state.memory:
-            ranked = hopper.ranked_ends()
-            best = ranked[0]
-            ends = (ranked + [best] * _NUM_CANDIDATES)[:_NUM_CANDIDATES]
-            points = [point for end in ends for point in (end.x, end.m)]
-            barred.append(hopper.least_barred < best.lower - hopper.lower_tolerance)
-            widest = best.radius * hopper.width.max()
-            rows.append((best.x, [best.lower, best.upper], np.stack(points), best.m, [widest]))
-        columns = [np.stack(column) for column in zip(*rows, strict=True)]
-        x, judged, candidates, m, spread = columns
+            best = hopper.best
+            values.append([best.lower if hopper.has_upper else best.upper, best.upper])
+        return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
+
+    def answers(
+        self, system: System, state: Ensembles, m: Tensor, spread: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, the consensus points and the spreads of the best ends."""
+        bests = [(hopper, hopper.best) for hopper in state.memory]
+        rows = [([end.x], [end.m], [end.radius * hopper.width.max()]) for hopper, end in bests]
+        x, consensus, radii = (np.array(column) for column in zip(*rows, strict=True))
         like = state.theta
-        return {
-            "x": torch.from_numpy(x).to(like).unsqueeze(1),
-            "judged": torch.from_numpy(judged),
-            "candidates": torch.from_numpy(candidates).to(like),
-            "consensus": torch.from_numpy(m).to(like).unsqueeze(1),
-            "spread": torch.from_numpy(spread).to(like),
-            "evidence": torch.tensor([_evidence(hopper) for hopper in state.memory]),
-            "runners_up": torch.stack([_runners_up(hopper) for hopper in state.memory]),
-            "barred": torch.tensor(barred),
-            "is_confirmable": torch.tensor(
-                [hopper.budget >= _CONFIRMABLE for hopper in state.memory]
-            ),
-            "extra": torch.tensor([hopper.extra for hopper in state.memory]),
-        }
+        return tuple(torch.from_numpy(array).to(like) for array in (x, consensus, radii))  # type: ignore[return-value]
 
     def confirm_(
-        self, final: dict[str, Tensor], at_x: list[Values], start: Start
+        self, ends: Sequence[Any], x: Tensor, at_x: list[Values], system: System
     ) -> EvaluationSteps[bool]:
         """Replace x where a second evaluation differs from the first and another point is better.
 
         Objectives may be noisy, or corrupted in some evaluations. A point counts by the worse of
-        its values. `x` of `final`, the fields of the ended runs, changes in place. `at_x` is the
-        second evaluation. The result tells if points were judged again.
+        its values. `x` of the `ends` changes in place. `at_x` is the second evaluation. The result
+        tells if points were judged again.
         """
-        x = final["x"]
-        judged = final["judged"].to(x.device)
+        ranked = [end.hopper.ranked_ends() for end in ends]
+        first = [[best.lower, best.upper] for best, *_ in ranked]
+        judged = torch.tensor(first, dtype=torch.float64, device=x.device)
         second = _stack(at_x[0])[:, 0]
         differs = (second - judged).abs() > _CONFIRMED * (1 + judged.abs())
-        if not differs.any() or not final["is_confirmable"].all():
+        is_confirmable = all(
+            end.hopper.budget >= _CONFIRMABLE and end.stop.code != "interrupted" for end in ends
+        )
+        if not differs.any() or not is_confirmable:
             return False
 
-        candidates = final["candidates"]
-        (cluster,) = start.system.clusters
-        values = yield EvaluationRequest(
-            candidates, cluster.lower, cluster.upper, start.system.flat
-        )
-        scores = _stack(values)
+        chosen = [(found + found[:1] * _NUM_CANDIDATES)[:_NUM_CANDIDATES] for found in ranked]
+        points = np.array([[(end.x, end.m) for end in found] for found in chosen])
+        candidates = torch.from_numpy(points).flatten(1, 2).to(x)
+        scores = _stack((yield system.final_request(candidates, system.clusters[0])))
         scores[:, 0] = torch.maximum(torch.maximum(scores[:, 0], judged), second)
         for run in differs.any(1).nonzero().flatten().tolist():
             # The last key of lexsort decides first, so L does, and G where it is equal.
@@ -267,7 +221,7 @@ class Adaptive:
         return True
 
     def judge(
-        self, final: dict[str, Tensor], at_x: list[Values], start: Start, stops: list[Stop]
+        self, ends: Sequence[Any], x: Tensor, at_x: list[Values], start: Start
     ) -> EvaluationSteps[tuple[Tensor, list[Stop]]]:
         """Return whether each run succeeded [runs], and why it ended.
 
@@ -276,31 +230,40 @@ class Adaptive:
         yield from ()
         lower = at_x[0].lower[:, 0]
         level = start.system.clusters[0].lower
-        is_met = torch.ones(len(final["evidence"]), dtype=torch.bool)
+        is_met = lower.isfinite()  # noise may exclude x in the second evaluation
         if isinstance(level, Constraints) and level.inner is None:
-            is_met = (lower == 0).cpu()
-        # Noise may exclude x in the second evaluation.
-        is_met &= lower.isfinite().cpu()
-        success = final["success"] & is_met & ~final["barred"]
+            is_met &= lower == 0
+        success = []
         reasons = []
-        for run, succeeded in enumerate(success.tolist()):
-            count, needed, total, scouts, needed_scouts, single = final["evidence"][run].tolist()
-            message = f"{count} of {total} independent searches ended at x"
+        for end, met in zip(ends, is_met.tolist(), strict=True):
+            hopper = end.hopper
+            best = hopper.best
+            count = hopper.num_agreeing(best) if hopper.ends else 0
+            is_barred = hopper.least_barred < best.lower - hopper.lower_tolerance
+            success.append(end.agreed and met and not is_barred)
+            message = f"{count} of {len(hopper.ends)} independent searches ended at x"
             reason = Stop("success", message)
-            if not succeeded:
-                lacking = f"{message}, and {needed} are needed"
-                if count >= needed and scouts >= needed_scouts:
-                    lacking = f"{message}, and {single} at points of their own"
-                elif count >= needed:
-                    lacking = f"{message}, after {scouts} of {needed_scouts} uniform points"
-                reason = Stop(stops[run].code, f"{stops[run].text}: {lacking}")
-            if not is_met[run]:
-                text = f"{stops[run].text or message}: no point meets the constraints"
+            if not met:
+                text = f"{end.stop.text or message}: no point meets the constraints"
                 reason = Stop("infeasible", text)
-            elif final["barred"][run]:
+            elif is_barred:
                 reason = Stop("barred", _BARRED_MESSAGE)
+            elif not success[-1]:
+                lacking = f"and {hopper.num_needed} are needed"
+                if count >= hopper.num_needed and hopper.num_scouts >= hopper.num_scouts_needed:
+                    lacking = f"and {hopper.num_single} at points of their own"
+                elif count >= hopper.num_needed:
+                    lacking = (
+                        f"after {hopper.num_scouts} of {hopper.num_scouts_needed} uniform points"
+                    )
+                reason = Stop(end.stop.code, f"{end.stop.text}: {message}, {lacking}")
             reasons.append(reason)
-        return success, reasons
+        return torch.tensor(success), reasons
+
+
+def num_final(budget: int | float) -> int:
+    """Return the evaluations after the last step: of x, and of candidates and the new x."""
+    return 1 if budget < _CONFIRMABLE else 2 + 2 * _NUM_CANDIDATES
 
 
 def _stack(values: Values) -> Tensor:
@@ -311,43 +274,10 @@ def _stack(values: Values) -> Tensor:
     return torch.stack([lower, values.upper.double()], -1)
 
 
-def _num_left(hopper: Hopper, state: Ensembles) -> float:
-    """Return the evaluations that a run may still use before those of its end."""
-    return hopper.budget - state.num_evaluated - hopper.extra - num_final(hopper.budget)
-
-
-def num_final(budget: int | float) -> int:
-    """Return the evaluations after the last step: of x, and of candidates and the new x."""
-    return 1 if budget < _CONFIRMABLE else 2 + 2 * _NUM_CANDIDATES
-
-
-def best_values(state: Ensembles) -> Tensor:
-    """Return L and G [runs, 1, 2] of the best ends; without G, L twice."""
-    bests = [hopper.best for hopper in state.memory]
-    values = [
-        [end.lower if hopper.has_upper else end.upper, end.upper]
-        for end, hopper in zip(bests, state.memory, strict=True)
-    ]
-    return torch.tensor(values, dtype=torch.float64).unsqueeze(1)
-
-
-def _evidence(hopper: Hopper) -> list[int]:
-    """Return the numbers behind a success.
-
-    They are the searches that ended at x, those needed, and all; the uniform points and those
-    needed; and the searches that ended where no other one did.
-    """
-    ended = hopper.num_agreeing(hopper.best) if hopper.ends else 0
-    counts = [ended, hopper.num_needed, len(hopper.ends)]
-    return [*counts, hopper.num_scouts, hopper.num_scouts_needed, hopper.num_single]
-
-
-def _runners_up(hopper: Hopper) -> Tensor:
-    """Return up to five other ends with L, G and the searches that ended there [5, d + 3]."""
-    rows = np.full((_NUM_RUNNERS_UP, len(hopper.width) + 3), np.nan)
-    for row, (end, count) in zip(rows, hopper.distinct_ends()[1:], strict=False):
-        row[:] = [*end.x, end.lower if hopper.has_upper else end.upper, end.upper, count]
-    return torch.from_numpy(rows)
+def _levels(values: Values, run: int) -> tuple[np.ndarray, np.ndarray | None]:
+    """Return L and G of a run."""
+    upper = None if values.upper is None else _to_array(values.upper[run])
+    return _to_array(values.lower[run]), upper
 
 
 def _is_searchable(cluster: Cluster, dim: int) -> bool:

@@ -2,7 +2,7 @@
 
     state = dynamics.init(start)                     the first particles theta
     repeat:
-        values = L and G at dynamics.ask(state)      by functions, or by a user of `Search`
+        values = L and G at system.ask(state)        by functions, or by a user of `Search`
         state, info = dynamics.tell(state, values)   consensus points m
         end the runs of dynamics.terminate(state)
         state = dynamics.step(state, info)           the next particles theta
@@ -18,81 +18,84 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o.particles import settings
-from fedcb2o.particles._adaptive import Adaptive, best_values, num_final
+from fedcb2o.errors import ConfigError
+from fedcb2o.particles._adaptive import Adaptive, num_final
+from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.ask_tell import EvaluationSteps
+from fedcb2o.particles.constraints import Constraints
+from fedcb2o.particles.dynamics import Values
+from fedcb2o.particles.functions import forbid_writes
+from fedcb2o.particles.hopping import Hopper
 from fedcb2o.particles.initialisation import Start, Stop
-from fedcb2o.particles.result import (
-    Dynamics,
-    Record,
-    Result,
-    build_result,
-    count_points,
-    finish_runs,
-    least_values,
-)
-from fedcb2o.particles.state import State, callback_requests_stop
+from fedcb2o.particles.result import History, Result, RunnerUp
+from fedcb2o.particles.state import State
 from fedcb2o.particles.system import Ensembles, Evaluation, System
 
 _LOGGER = logging.getLogger(__name__)
+Dynamics = Paper | Adaptive
+# Step n, runs, m [runs, clusters, d], spreads [runs, clusters], L and G [runs, clusters, 2].
+Record = tuple[int, Tensor, Tensor, Tensor, Tensor]
+_EVALUATIONS_PER_DIM = 20_000  # default of maxfev, per coordinate
+_NUM_RUNNERS_UP = 5
 _MIN_CONSTANT = 10  # equal values of fewer particles may be chance
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
-    """Limits of a run, and the steps between two records; see `minimize`."""
+class RunEnd:
+    """A run at its end: tensors and numbers without the axis of runs."""
 
-    maxiter: int | None
-    maxfev: int | None
-    time_limit: float
-    record_every: int
-
-    def __post_init__(self) -> None:
-        """Check the limits, and convert them to plain numbers."""
-        numbers = settings.check_positive({"time_limit": self.time_limit}, finite=False)
-        checked = {
-            **numbers,
-            "maxiter": settings.check_optional_count("`maxiter`", self.maxiter, 0),
-            "maxfev": settings.check_optional_count("`maxfev`", self.maxfev),
-            "record_every": settings.check_count("`record_every`", self.record_every),
-        }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
+    x: Tensor
+    consensus: Tensor
+    spread: Tensor
+    theta: Tensor
+    theta_m: Tensor
+    agreed: bool  # whether the dynamics ended the run
+    stop: Stop
+    nit: int
+    nfev: int
+    excluded: int
+    hopper: Hopper | None  # memory of adaptive dynamics
 
 
 def drive(
     start: Start,
     dynamics: Dynamics,
-    limits: Limits,
-    *,
     callback: Callable[[State], Any] | None,
+    *,
+    maxiter: int | None,
+    maxfev: int | None,
+    time_limit: float,
+    record_every: int,
 ) -> EvaluationSteps[Result]:
     """Take steps until all runs have ended, and return the result."""
     system = start.system
-    maxiter, maxfev = dynamics.default_limits(limits.maxiter, limits.maxfev, start.theta.shape[-1])
+    if maxiter is None:
+        maxiter = dynamics.max_steps
+    if maxiter is None and maxfev is None:
+        maxfev = _EVALUATIONS_PER_DIM * start.theta.shape[-1]
     state, notes = dynamics.init(start, maxfev)
-    _keep_freed_memory()
+    # glibc keeps freed memory for the next step, up to twice the largest block below 32 MiB that
+    # was ever freed (mallopt(3), M_MMAP_THRESHOLD).
+    torch.empty(31 * 2**20, dtype=torch.uint8)
     started = time.monotonic()
     records: list[Record] = []
-    ends: list[dict[str, Tensor]] = []
-    stops: list[Stop] = [Stop("success", "")]
+    ends: dict[int, RunEnd] = {}
     info: Evaluation | None = None
+    spent = Stop("maxfev", f"another step would evaluate more than maxfev = {maxfev} particles")
     try:
         for n in itertools.count():
             # 1. Ask for values, and find the consensus points.
-            is_late = time.monotonic() - started > limits.time_limit
-            is_recorded = is_late or n == maxiter or n % limits.record_every == 0
+            is_late = time.monotonic() - started > time_limit
+            is_recorded = is_late or n == maxiter or n % record_every == 0
             # Copies for the check of writes cost memory and time, so that only some steps have
             # them.
-            values = []
-            for request in dynamics.ask(system, state, is_recorded):
-                values.append((yield request))
-            state, info = dynamics.tell(system, state, values, is_recorded)
+            state, info = yield from _evaluate(system, state, dynamics, is_recorded)
             if isinstance(dynamics, Adaptive):
-                info = yield from dynamics.refine(system, state, info, n != maxiter)
+                yield from dynamics.refine(system, state, n != maxiter)
             if n == 0 and not start.is_fixed:
                 _warn_of_constants(info)
 
@@ -101,43 +104,39 @@ def drive(
             if n == maxiter:
                 stop = Stop("maxiter", f"maxiter = {maxiter} steps were taken")
             elif is_late:
-                stop = Stop("time_limit", f"the time limit of {limits.time_limit:g} s passed")
-            if callback is not None and callback_requests_stop(
-                callback, start.shape, system, state, info, dynamics.dt
+                stop = Stop("time_limit", f"the time limit of {time_limit:g} s passed")
+            if callback is not None and _callback_requests_stop(
+                callback, start, state, info, dynamics.dt
             ):
                 is_recorded = True
                 stop = Stop("callback", "the callback stopped the run")
-            is_spent = None
+            ending = None
             if maxfev is not None and not stop:
-                is_spent = _is_spent(system, state, dynamics, is_recorded, maxfev)
-                is_recorded |= bool(is_spent.any())
+                ending = _is_spent(system, state, is_recorded, maxfev)
+                is_recorded |= bool(ending.any())
+                stop = spent
 
             # 3. Record the spread, and end the runs that agree.
-            if is_recorded or info.may_end:
+            if is_recorded or any(hopper.is_trusted for hopper in state.memory):
                 # A record is of the whole ensemble, so that records do not depend on the batch.
                 whole = info
                 if state.batch is not None:
-                    state, whole = yield from _evaluate_whole(system, state, dynamics, info)
-                spread = system.spread(state.theta, whole.m)
-                best = best_values(state) if state.memory else least_values(system, whole)
-                records.append(Record(n, state.runs, whole.m, spread, best))
-                agreed = dynamics.terminate(state, spread)
-                ending = agreed
-                if stop:
-                    ending = torch.ones_like(agreed)
-                elif is_spent is not None:
-                    ending = agreed | is_spent
-                    stop = Stop(
-                        "maxfev",
-                        f"another step would evaluate more than maxfev = {maxfev} particles",
+                    everyone = dataclasses.replace(state, batch=None)
+                    everyone, whole = yield from _evaluate(
+                        system, everyone, dynamics, info.check_writes
                     )
-                if ending.any():
-                    stops.append(stop or stops[0])
-                    fields = {**dynamics.fields(state), "stop": _numbers(agreed, len(stops) - 1)}
-                    ends.append(finish_runs(system, state, whole.m, spread, agreed, ending, fields))
-                    if ending.all():
-                        break
-                    # Runs that have ended cost nothing from here on.
+                    state = dataclasses.replace(everyone, batch=state.batch)
+                spread = system.spread(state.theta, whole.m)
+                best = dynamics.best_values(system, state, whole)
+                records.append((n, state.runs, whole.m, spread, best))
+                agreed = dynamics.terminate(state, spread)
+                if ending is None:
+                    ending = torch.full_like(agreed, stop is not None)
+                ending = ending | agreed
+                ends |= _end_runs(system, state, dynamics, whole.m, spread, agreed, ending, stop)
+                if ending.all():
+                    break
+                if ending.any():  # runs that have ended cost nothing from here on
                     kept = (~ending).nonzero().squeeze(1)
                     state = state.for_runs(kept)
                     info = info.for_runs(kept)
@@ -147,70 +146,42 @@ def drive(
     except KeyboardInterrupt:
         if info is None:  # nothing is known yet
             raise
-        stops.append(Stop("interrupted", "the run was interrupted"))
+        stop = Stop("interrupted", "the run was interrupted")
         spread = system.spread(state.theta, info.m)
         none = torch.zeros(len(state.runs), dtype=torch.bool)
-        fields = {**dynamics.fields(state), "stop": _numbers(none, len(stops) - 1)}
-        fields["is_confirmable"] = none
-        ends.append(finish_runs(system, state, info.m, spread, none, ~none, fields))
+        ends |= _end_runs(system, state, dynamics, info.m, spread, none, ~none, stop)
 
-    steps = build_result(
-        ends,
-        records,
-        start,
-        dynamics,
-        stops=stops,
-        notes=notes,
-        seconds=time.monotonic() - started,
-    )
-    return (yield from count_points(steps))
+    in_order = [end for _, end in sorted(ends.items())]
+    return (yield from _build_result(in_order, records, start, dynamics, notes, started))
 
 
-def _numbers(like: Tensor, value: int) -> Tensor:
-    return torch.full(like.shape, value, dtype=torch.long)
+def _evaluate(
+    system: System, state: Ensembles, dynamics: Dynamics, check_writes: bool
+) -> EvaluationSteps[tuple[Ensembles, Evaluation]]:
+    """Evaluate the ensembles, and find their consensus points."""
+    values = []
+    for request in system.ask(state, check_writes):
+        values.append((yield request))
+    info = dynamics.tell(system, state, values, check_writes)
+    return system.count(state, values), info
 
 
-def _is_spent(
-    system: System, state: Ensembles, dynamics: Dynamics, is_recorded: bool, maxfev: int
-) -> Tensor:
+def _is_spent(system: System, state: Ensembles, is_recorded: bool, maxfev: int) -> Tensor:
     """Return whether another step of each run [runs] and its end would exceed `maxfev`."""
     cost = system.evaluation_cost(state.batch)
+    cost += num_final(maxfev) if state.memory else len(system.clusters)
     if state.batch is not None:  # whole ensembles at a record and at the end
         cost += (1 + is_recorded) * system.evaluation_cost()
-    cost += num_final(maxfev) if state.memory else len(system.clusters)
     extra = [hopper.extra for hopper in state.memory] or [0] * len(state.runs)
     return torch.tensor([state.num_evaluated + count + cost > maxfev for count in extra])
-
-
-def _evaluate_whole(
-    system: System, state: Ensembles, dynamics: Dynamics, info: Evaluation
-) -> EvaluationSteps[tuple[Ensembles, Evaluation]]:
-    """Evaluate the whole ensemble at a step with a random batch; the batch stays."""
-    everyone = dataclasses.replace(state, batch=None)
-    values = []
-    for request in dynamics.ask(system, everyone, info.check_writes):
-        values.append((yield request))
-    everyone, whole = dynamics.tell(system, everyone, values, info.check_writes)
-    return dataclasses.replace(everyone, batch=state.batch), whole
-
-
-def _keep_freed_memory() -> None:
-    """Make glibc keep freed memory for the next step.
-
-    glibc keeps up to twice the largest block below 32 MiB that was ever freed (mallopt(3),
-    M_MMAP_THRESHOLD).
-    """
-    torch.empty(31 * 2**20, dtype=torch.uint8)
 
 
 def _warn_of_constants(evaluation: Evaluation) -> None:
     """Warn of an objective that does not distinguish the particles of the first ensemble."""
     for values in evaluation.values:
-        name = "upper"
-        objective = values.upper
+        name, objective = "upper", values.upper
         if objective is None:
-            name = "lower"
-            objective = values.lower
+            name, objective = "lower", values.lower
         finite = objective[objective.isfinite()]
         if len(finite) >= _MIN_CONSTANT and finite.eq(finite[0]).all():
             _LOGGER.warning(
@@ -219,3 +190,180 @@ def _warn_of_constants(evaluation: Evaluation) -> None:
                 name,
                 finite[0],
             )
+
+
+def _callback_requests_stop(
+    callback: Callable[[State], Any],
+    start: Start,
+    ensembles: Ensembles,
+    evaluation: Evaluation,
+    dt: float,
+) -> bool:
+    """Call a callback before a step; return whether all runs shall stop.
+
+    A callback that writes into the particles, or returns no truth value, is a ConfigError.
+    """
+    system = start.system
+
+    def of_all(name: str) -> Any:
+        parts = [getattr(values, name) for values in evaluation.values]
+        if evaluation.batch is not None or parts[0] is None:
+            return None
+        benign = zip(parts, system.clusters, strict=True)
+        return start.squeeze_runs(torch.cat([part[:, c.rows] for part, c in benign], 1))
+
+    state = State(
+        n=ensembles.n,
+        t=ensembles.n * dt,
+        x=start.squeeze(evaluation.m),
+        theta=start.squeeze_runs(system.benign(ensembles.theta)),
+        theta_m=start.squeeze_runs(system.malicious(ensembles.theta)),
+        lower=of_all("lower"),
+        upper=of_all("upper"),
+        runs=ensembles.runs,
+    )
+    guarded = ((ensembles.theta, "particles"), (evaluation.m, "consensus points"))
+    with forbid_writes("the callback", callback, guarded, evaluation.check_writes):
+        try:
+            answer = callback(state)
+        except StopIteration:
+            answer = True
+    if answer is None:
+        return False
+    if isinstance(answer, Tensor | np.ndarray) and answer.shape == ():
+        answer = answer.item()
+    if not isinstance(answer, bool | np.bool_):
+        raise ConfigError(
+            "`callback` must return whether to stop, True or False, or None, got a"
+            f" {type(answer).__name__}"
+        )
+    return bool(answer)
+
+
+def _end_runs(
+    system: System,
+    state: Ensembles,
+    dynamics: Dynamics,
+    m: Tensor,
+    spread: Tensor,
+    agreed: Tensor,
+    ending: Tensor,
+    stop: Stop | None,
+) -> dict[int, RunEnd]:
+    """Return the runs that end at a step, by their indices.
+
+    `agreed` tells of each active run if it reached a consensus, `ending` if it ends.
+    """
+    if not ending.any():
+        return {}
+    x, consensus, spread = dynamics.answers(system, state, m, spread)
+    ends = {}
+    for row in ending.nonzero().flatten().tolist():
+        hopper = state.memory[row] if state.memory else None
+        ends[int(state.runs[row])] = RunEnd(
+            x[row],
+            consensus[row],
+            spread[row],
+            system.benign(state.theta)[row],
+            system.malicious(state.theta)[row],
+            bool(agreed[row]),
+            stop or Stop("success", ""),
+            state.n,
+            state.num_evaluated + (hopper.extra if hopper else 0),
+            int(state.excluded[row]),
+            hopper,
+        )
+    return ends
+
+
+def _build_result(
+    ends: list[RunEnd],
+    records: list[Record],
+    start: Start,
+    dynamics: Dynamics,
+    notes: tuple[str, ...],
+    started: float,
+) -> EvaluationSteps[Result]:
+    """Combine the ended runs, in the order of the runs; see `minimize`."""
+    system = start.system
+
+    # 1. Evaluate the objectives at x.
+    x = torch.stack([end.x for end in ends])
+    at_x = yield from _evaluate_at(x, system)
+    if isinstance(dynamics, Adaptive) and (yield from dynamics.confirm_(ends, x, at_x, system)):
+        at_x = yield from _evaluate_at(x, system)
+    lower = start.squeeze(torch.cat([values.lower for values in at_x], 1))
+    uppers = [values.upper for values in at_x if values.upper is not None]
+    upper = start.squeeze(torch.cat(uppers, 1)) if uppers else None
+    fields: dict[str, Any] = {"lower": lower, "upper": upper, "fun": lower}
+    constraints = system.clusters[0].lower
+    if isinstance(constraints, Constraints):
+        fields["constr"] = [
+            start.squeeze(part.reshape(len(x), 1, -1)) for part in constraints.latest
+        ]
+        fields["constr_violation"] = start.squeeze_runs(constraints.latest_violation.reshape(-1))
+        fields["fun"] = upper
+        if constraints.latest_inner is not None:
+            fields["fun"] = start.squeeze(constraints.latest_inner.reshape(len(x), 1))
+
+    # 2. Decide which runs succeeded.
+    success, reasons = yield from dynamics.judge(ends, x, at_x, start)
+    per_run: dict[str, list[Any]] = {
+        "status": [reason.code for reason in reasons],
+        "message": [reason.text for reason in reasons],
+        "seed": start.seeds,
+        "runners_up": [_runners_up(end.hopper, x) for end in ends],
+    }
+    lists: dict[str, Any] = {
+        name: values[0] if start.single_run else values for name, values in per_run.items()
+    }
+
+    # 3. Assemble the history.
+    steps = torch.tensor([n for n, *_ in records])
+    path = x.new_full((len(records), *x.shape), torch.nan)
+    spreads = path[..., 0].clone()
+    best = spreads.unsqueeze(-1).repeat(1, 1, 1, 2)
+    for row, (_, runs, m, spread, least) in enumerate(records):
+        recorded = runs.to(x.device)
+        path[row, recorded] = m
+        spreads[row, recorded] = spread
+        best[row, recorded] = least.to(best)
+    columns = (path, spreads, *best.unbind(-1))
+    squeezed = (start.squeeze(column, 1, 2) for column in columns)
+
+    def stack(name: str) -> Any:
+        values = [getattr(end, name) for end in ends]
+        return torch.stack(values) if isinstance(values[0], Tensor) else torch.tensor(values)
+
+    names = ("nit", "excluded", "theta", "theta_m")
+    return Result(
+        x=start.squeeze(x),
+        consensus=start.squeeze(stack("consensus")),
+        **fields,
+        **lists,
+        success=start.squeeze_runs(success),
+        nfev=start.squeeze_runs(stack("nfev") + system.num_final),
+        spread=start.squeeze(stack("spread")),
+        **{name: start.squeeze_runs(stack(name)) for name in names},
+        history=History(steps, steps * dynamics.dt, *squeezed),
+        notes=notes,
+        seconds=time.monotonic() - started,
+    )
+
+
+def _evaluate_at(x: Tensor, system: System) -> EvaluationSteps[list[Values]]:
+    """Evaluate each cluster's objectives at its own point of x [runs, clusters, d]."""
+    at_x = []
+    for k, cluster in enumerate(system.clusters):
+        at_x.append((yield system.final_request(x[:, k : k + 1], cluster)))
+    return at_x
+
+
+def _runners_up(hopper: Hopper | None, like: Tensor) -> list[RunnerUp]:
+    """Return up to five other ends of a run."""
+    found = []
+    for end, count in hopper.distinct_ends()[1 : 1 + _NUM_RUNNERS_UP] if hopper else ():
+        lower = end.lower if hopper and hopper.has_upper else end.upper
+        if np.isfinite([*end.x, lower, end.upper]).all():
+            found.append(RunnerUp(torch.from_numpy(end.x).to(like), lower, end.upper, count))
+    return found

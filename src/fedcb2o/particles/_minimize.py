@@ -1,12 +1,5 @@
 """Bi-level optimisation (eq:bilevel_opt) by particles: CB2O, CBO, FedCBO and FedCB2O.
 
-    theta ~ initial                                    first particles
-    repeat:
-        L, G at theta                                  by the functions
-        m     <- consensus point of the particles      of the dynamics
-        stop if all runs agree, or at a limit
-        theta <- particles about m                     of the dynamics
-
 The dynamics are `Adaptive` (consensus hopping with restarts) or `Paper` (eq:dyn_micro2).
 
 Example:
@@ -25,7 +18,7 @@ import torch
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 from fedcb2o.particles._adaptive import Adaptive
-from fedcb2o.particles._driver import Limits, drive
+from fedcb2o.particles._driver import Dynamics, drive
 from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.adversaries import Adversary
 from fedcb2o.particles.ask_tell import EvaluationSteps, run_with_objectives
@@ -34,7 +27,7 @@ from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.functions import convert_functions
 from fedcb2o.particles.initialisation import Seed, start_runs
 from fedcb2o.particles.levels import minimize_in_order, split_levels
-from fedcb2o.particles.result import Dynamics, Result
+from fedcb2o.particles.result import Result
 from fedcb2o.particles.state import State
 
 
@@ -156,20 +149,30 @@ def minimize(
             del arguments[name]
         steps = inspect.unwrap(minimize)
         return (yield from minimize_in_order(steps, ordered, tolerances, arguments))
-    limits = Limits(maxiter, maxfev, time_limit, record_every)
+    limits: Any = {
+        "maxiter": settings.check_optional_count("`maxiter`", maxiter, 0),
+        "maxfev": settings.check_optional_count("`maxfev`", maxfev),
+        **settings.check_positive({"time_limit": time_limit}, finite=False),
+        "record_every": settings.check_count("`record_every`", record_every),
+    }
     if callback is not None:
         settings.check_function("`callback`", callback)
     chosen = resolve_dynamics(dynamics, callable(lower))
-    functions = _convert(lower, upper, gradient, args, constraints, constraint_tol, errors)
+    settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
+    tolerance = settings.check_positive({"constraint_tol": constraint_tol})["constraint_tol"]
+    hint = "; a point to start about is `x0`, by name"
+    lower = convert_functions("`lower`", lower, args, errors, or_none=False)
+    upper = convert_functions("`upper`", upper, args, errors, hint=hint)
+    gradient = convert_functions("`gradient`", gradient, args, errors, vector=True)
+    lower, upper = with_constraints(lower, upper, constraints, tolerance, errors)
     place: Any = {"bounds": bounds, "x0": x0, "spread": spread, "initial": initial}
     size: Any = {"num_particles": num_particles, "runs": runs, "adversaries": adversaries}
-    kind: Any = {"dtype": dtype, "device": device}
-    start = start_runs(
-        functions, dim, chosen, seed, **place, **size, **kind, maxfev=limits.maxfev, finish=finish
-    )
-    if start.is_fixed and isinstance(chosen, Adaptive):
-        chosen = _for_one_point(chosen)
-    return (yield from drive(start, chosen, limits, callback=callback))
+    kind: Any = {"dtype": dtype, "device": device, "maxfev": limits["maxfev"], "finish": finish}
+    start = start_runs((lower, upper, gradient), dim, chosen, seed, **place, **size, **kind)
+    if start.is_fixed and isinstance(chosen, Adaptive):  # the end is at the first step
+        xtol = Paper.xtol if chosen.xtol is None else chosen.xtol
+        chosen = Paper(delta_q=chosen.delta_q, xtol=xtol)
+    return (yield from drive(start, chosen, callback, **limits))
 
 
 def _objectives_in_order(arguments: dict[str, Any]) -> list[Any] | None:
@@ -218,33 +221,3 @@ def resolve_dynamics(dynamics: Any, is_single: bool) -> Dynamics:
     if isinstance(dynamics, Adaptive) and not is_single:
         raise ConfigError("several clusters need `dynamics` = 'paper' or fedcb2o.Paper(...)")
     return dynamics
-
-
-def _convert(
-    lower: Any,
-    upper: Any,
-    gradient: Any,
-    args: Any,
-    constraints: Any,
-    constraint_tol: float,
-    errors: str,
-) -> tuple[Any, Any, Any]:
-    """Return L, G and the gradient as functions of tensors, with constraints in L."""
-    settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
-    tolerance = settings.check_positive({"constraint_tol": constraint_tol})["constraint_tol"]
-    settings.check_functions("`lower`", lower)
-    hint = "; a point to start about is `x0`, by name"
-    settings.check_functions("`upper`", upper, or_none=True, hint=hint)
-    settings.check_functions("`gradient`", gradient, or_none=True)
-    lower = convert_functions("`lower`", lower, args, errors)
-    upper = convert_functions("`upper`", upper, args, errors)
-    gradient = convert_functions("`gradient`", gradient, args, errors, vector=True)
-    lower, upper = with_constraints(lower, upper, constraints, tolerance, errors)
-    return lower, upper, gradient
-
-
-def _for_one_point(dynamics: Adaptive) -> Paper:
-    """Return dynamics that end at the first step, where bounds leave a single point."""
-    if dynamics.xtol is None:
-        return Paper(delta_q=dynamics.delta_q)
-    return Paper(delta_q=dynamics.delta_q, xtol=dynamics.xtol)

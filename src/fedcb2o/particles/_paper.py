@@ -1,40 +1,43 @@
 """The dynamics of the paper: CB2O, CBO, FedCB2O and FedCBO, for all active runs.
 
-    m       <- average of Q_beta under the weights exp(-alpha G)            eq:consensus_point
-    theta^i <- theta^i - lambda1 (theta^i - m) dt                           eq:dyn_micro2
-               + sigma1 sqrt(dt) D(theta^i - m) B^i                         for every particle i
-
-García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
-Consensus-Based Bi-Level Optimization" (arXiv 2412.02535).
-
-Example:
-    >>> Paper(beta=0.05, noise="isotropic").sigma1
-    1.0
+m       <- average of Q_beta under the weights exp(-alpha G)            eq:consensus_point
+theta^i <- theta^i - lambda1 (theta^i - m) dt                           eq:dyn_micro2
+           + sigma1 sqrt(dt) D(theta^i - m) B^i                         for every particle i
 """
 
 import dataclasses
 import functools
+import itertools
+import logging
 import math
 import warnings
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import capture_risk, settings
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
-from fedcb2o.particles.boundary_check import is_boundary_consensus
+from fedcb2o.particles.ask_tell import EvaluationSteps
 from fedcb2o.particles.capture_risk import CaptureWarning
-from fedcb2o.particles.dynamics import ConsensusParams, Values
+from fedcb2o.particles.dynamics import ConsensusParams, Values, consensus_step_, gradient_step_
 from fedcb2o.particles.initialisation import Start, Stop
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.system import Ensembles, Evaluation, System
 
-_MAX_STEPS = 2000  # default of maxiter
-_CONSENSUS_MESSAGE = "consensus: spread at most xtol = {:g}"
+_LOGGER = logging.getLogger(__name__)
+# Share of the way from the middle of the region to its side from which a point is at the edge.
+_EDGE_SHARE = 0.9
+_STEP_SIZES = (0.1, 1.0)  # distances of the points further out, in half widths of the region
+_MAX_SINGLE_COORDINATES = 32  # coordinates that are tried one by one, after all at once
 _BOUNDARY_MESSAGE = (
     "the particles agreed at the edge of where they started, and L or G is less further out:"
     " let them start in a larger box, by `spread`, `bounds` or `initial`"
+)
+_FAILURE_MESSAGE = (
+    "The consensus is at the edge of where the particles started, and further out L or G failed"
+    " (%r): these points were not compared."
 )
 
 
@@ -87,22 +90,21 @@ class Paper:
     xtol: float = 1e-4
 
     keeps_x0: ClassVar[bool] = False
+    max_steps: ClassVar[int | None] = 2000  # default of maxiter
 
     def __post_init__(self) -> None:
-        """Check the parameters, and convert them to plain numbers."""
-        not_negative = {name: getattr(self, name) for name in ("lambda2", "sigma2", "delta_q")}
-        not_negative["xtol"] = self.xtol
-        checked = {
+        not_negative = ("lambda2", "sigma2", "delta_q", "xtol")
+        checked: dict[str, Any] = {
             **settings.check_positive({"lambda1": self.lambda1, "dt": self.dt}),
             **settings.check_positive({"radius": self.radius}, finite=False),
-            **settings.check_positive(not_negative, or_zero=True),
+            **settings.check_positive({n: getattr(self, n) for n in not_negative}, or_zero=True),
+            "batch": settings.check_optional_count("`batch`", self.batch),
         }
         for name in ("alpha", "beta", "sigma1"):
             if not callable(getattr(self, name)):
                 checked[name] = settings.schedule_value(name, getattr(self, name), 0)
         for name, value in checked.items():
             object.__setattr__(self, name, value)
-        object.__setattr__(self, "batch", settings.check_optional_count("`batch`", self.batch))
         settings.check_choices(
             {
                 "`noise`": (self.noise, ("anisotropic", "isotropic")),
@@ -125,15 +127,6 @@ class Paper:
         """Return the default number of particles of a cluster."""
         return 200
 
-    def default_limits(
-        self,
-        maxiter: int | None,
-        maxfev: int | None,
-        dim: int,
-    ) -> tuple[int | None, int | None]:
-        """Return the largest numbers of steps and of evaluations."""
-        return _MAX_STEPS if maxiter is None else maxiter, maxfev
-
     def init(self, start: Start, maxfev: int | None) -> tuple[Ensembles, tuple[str, ...]]:
         """Return the state before the first step, and remarks of the theory on the parameters."""
         system = start.system
@@ -142,90 +135,159 @@ class Paper:
                 f"`batch` must be at most the number of particles, {system.num_particles},"
                 f" got {self.batch}"
             )
-        notes: tuple[str, ...] = self._notes(system, start.theta.shape[-1])
         state = start.ensembles()
         if self.batch is not None:
             state = system.draw_batch(state, self.batch)
-        return state, notes
-
-    def ask(self, system: System, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:
-        """Return the requests for the values of the particles."""
-        return system.ask(state, check_writes, self.radius)
+        return state, self._notes(system, start.theta.shape[-1])
 
     def tell(
         self, system: System, state: Ensembles, values: list[Values], check_writes: bool
-    ) -> tuple[Ensembles, Evaluation]:
+    ) -> Evaluation:
         """Receive the values, and compute the consensus points."""
         params = self._constant_params or self._params_at(state.n)
-        info = system.consensus(state, values, params, check_writes)
-        return system.count(state, values), info
+        return system.consensus(state, values, params, check_writes)
 
     def terminate(self, state: Ensembles, spread: Tensor) -> Tensor:
         """Return whether each run [runs] has reached a consensus in all clusters."""
         return (spread <= self.xtol).all(1).cpu()
 
     def step(self, system: System, state: Ensembles, info: Evaluation) -> Ensembles:
-        """Move the particles."""
-        sigma1 = self.sigma1
+        """Take an Euler-Maruyama step (eq:fedcb2o_dynamics).
+
+        If `update` is "batch", the particles outside of the batch stay.
+        """
+        sigma1: Any = self.sigma1
         if callable(sigma1):
             sigma1 = settings.schedule_value("sigma1", sigma1, state.n)
-        moved = system.step_(
-            state,
-            info,
-            lambda1=self.lambda1,
-            sigma1=sigma1,
-            lambda2=self.lambda2,
-            sigma2=self.sigma2,
-            dt=self.dt,
-            noise=self.noise,
-            batch_only=self.update == "batch",
-        )
+
+        def move_(benign: Tensor) -> None:
+            before = None
+            if self.update == "batch" and info.batch is not None:
+                before = benign.clone()
+            n, draw = system.num_benign, state.streams.normals
+            normals = draw("noise", n) if sigma1 else None
+            gradient_normals = draw("gradient noise", n) if self.sigma2 else None
+            is_single = len(system.clusters) == 1
+
+            def part(tensor: Any, rows: slice) -> Any:
+                return tensor if tensor is None or is_single else tensor[:, rows]
+
+            for cluster, values, m in zip(system.clusters, info.values, info.points, strict=True):
+                rows = cluster.rows
+                theta = part(benign, rows)
+                consensus_step_(
+                    theta,
+                    m,
+                    part(normals, rows),
+                    lambda1=self.lambda1,
+                    sigma1=sigma1,
+                    dt=self.dt,
+                    noise=self.noise,
+                )
+                if values.gradient is not None:
+                    slope, drawn = values.gradient[:, rows], part(gradient_normals, rows)
+                    gradient_step_(
+                        theta, slope, drawn, lambda2=self.lambda2, sigma2=self.sigma2, dt=self.dt
+                    )
+            if before is not None and info.batch is not None:
+                still = torch.ones(state.theta.shape[:2], dtype=torch.bool, device=benign.device)
+                still = still.scatter(1, info.batch, False)[:, : system.num_benign].unsqueeze(-1)
+                benign.copy_(torch.where(still, before, benign))
+
+        moved = system.step_(state, info, self.dt, move_)
         return moved if self.batch is None else system.draw_batch(moved, self.batch)
 
-    def fields(self, state: Ensembles) -> dict[str, Tensor]:
-        """Return further fields of the ended runs: x is the consensus point."""
-        return {}
+    def best_values(self, system: System, state: Ensembles, info: Evaluation) -> Tensor:
+        """Return the least L of each cluster, and G there [runs, clusters, 2]; else L twice."""
+        pairs = []
+        for cluster, values in zip(system.clusters, info.values, strict=True):
+            least, rows = values.lower[:, cluster.rows].min(1, keepdim=True)
+            upper = least
+            if values.upper is not None:
+                upper = values.upper[:, cluster.rows].gather(1, rows)
+            pairs.append(torch.cat([least, upper], 1))
+        return torch.stack(pairs, 1)
 
-    def confirm_(
-        self,
-        final: dict[str, Tensor],
-        at_x: list[Values],
-        start: Start,
-    ) -> EvaluationSteps[bool]:
-        """Keep x, which no single evaluation chose."""
-        yield from ()
-        return False
+    def answers(
+        self, system: System, state: Ensembles, m: Tensor, spread: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return x, the consensus points and their spreads: x is the consensus point."""
+        return system.clamp(m), system.clamp(m), spread
 
     def judge(
-        self, final: dict[str, Tensor], at_x: list[Values], start: Start, stops: list[Stop]
+        self, ends: Sequence[Any], x: Tensor, at_x: list[Values], start: Start
     ) -> EvaluationSteps[tuple[Tensor, list[Stop]]]:
         """Return whether each run succeeded [runs], and why it ended."""
-        agreed = final["success"]
+        agreed = torch.tensor([end.agreed for end in ends])
         success = agreed
         if agreed.any():
             left = math.inf
             if start.maxfev is not None:
-                left = start.maxfev - int(final["nfev"].max()) - len(start.system.clusters)
-            at_boundary = yield from is_boundary_consensus(
-                final["x"],
-                at_x,
-                start.extent,
-                start.system.clusters,
-                walls=start.system.bounds,
-                delta_q=self.delta_q,
-                flat=start.system.flat,
-                limit=left,
-            )
+                spent = max(end.nfev for end in ends)
+                left = start.maxfev - spent - len(start.system.clusters)
+            at_boundary = yield from self._is_at_boundary(x, at_x, start, left)
             success = agreed & ~at_boundary.any(1).cpu()
         reasons = []
-        for run, succeeded in enumerate(success.tolist()):
-            reason = stops[run]
+        for end, succeeded in zip(ends, success.tolist(), strict=True):
+            reason = end.stop
             if succeeded:
-                reason = Stop("success", _CONSENSUS_MESSAGE.format(self.xtol))
-            elif agreed[run]:
+                reason = Stop("success", f"consensus: spread at most xtol = {self.xtol:g}")
+            elif end.agreed:
                 reason = Stop("boundary", _BOUNDARY_MESSAGE)
             reasons.append(reason)
         return success, reasons
+
+    def _is_at_boundary(
+        self, x: Tensor, at_x: list[Values], start: Start, limit: float
+    ) -> EvaluationSteps[Tensor]:
+        """Return whether points [runs, clusters] at the edge of the start region improve outside.
+
+        Without bounds, particles may leave the region where they start, but not far, because their
+        noise shrinks with their distance from the consensus point. L improves where it falls. G
+        improves where it falls and L rises by at most delta_q. A side with a bound is not an edge.
+        Points where L or G fails count as no improvement. If the comparison needs more than `limit`
+        evaluations, a point at the edge counts as one to improve.
+        """
+        system = start.system
+        low, high = (side.unsqueeze(1) for side in start.extent)
+        half = (high - low) / 2
+        offset = x - (low + high) / 2
+        at_edge = (offset.abs() > _EDGE_SHARE * half) & (half > 0)
+        if system.bounds is not None:
+            at_edge &= torch.where(offset > 0, system.bounds[1], system.bounds[0]).isinf()
+        improves = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        if not at_edge.any():
+            return improves
+
+        # 1. Directions outwards: in all edge coordinates at once, and in the furthest ones alone.
+        step = torch.where(at_edge, offset.sign() * half, 0.0).unsqueeze(2)
+        distance = (step * offset.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0)
+        furthest = distance.topk(min(_MAX_SINGLE_COORDINATES, x.shape[2])).indices
+        single = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
+        single.scatter_(3, furthest.movedim(2, 3), step.gather(3, furthest).movedim(2, 3))
+        steps = torch.cat([step, single], 2)
+        if len(system.clusters) * len(_STEP_SIZES) * steps.shape[2] > limit:
+            return at_edge.any(2)
+
+        # 2. Compare the values there with those at the consensus point.
+        is_logged = False
+        for (k, cluster), size in itertools.product(enumerate(system.clusters), _STEP_SIZES):
+            inner = at_x[k]
+            points = x[:, k, None] + size * steps[:, k]
+            try:
+                outer = yield system.final_request(points, cluster)
+            except Exception as error:  # a user's function may fail outside of its domain
+                if not is_logged:
+                    _LOGGER.warning(_FAILURE_MESSAGE, error)
+                is_logged = True
+                continue
+            if outer.upper is None or inner.upper is None:
+                better = outer.lower < inner.lower
+            else:
+                better = outer.lower < inner.lower - self.delta_q
+                better |= (outer.lower <= inner.lower + self.delta_q) & (outer.upper < inner.upper)
+            improves[:, k] |= better.any(1) & at_edge[:, k].any(1)
+        return improves
 
     @functools.cached_property
     def _constant_params(self) -> ConsensusParams | None:

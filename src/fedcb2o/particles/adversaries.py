@@ -1,16 +1,5 @@
 """Malicious particles with any drift a_t and diffusion A_t (eq:dyn_macro_m).
 
-They see the whole ensemble.
-
-A user's adversary is a function of a `View` that returns the pair (a_t, A_t), in an `Adversary`
-with a number of particles and their initial positions:
-
-    def to_origin(view):
-        return -view.theta_m, 0.0
-
-    attackers = Adversary(to_origin, num_particles=10, initial=[3.0, 3.0])
-    fedcb2o.minimize(lower, upper, dim, adversaries=attackers)
-
 García Trillos et al. (arXiv 2412.02535), Section 1, "Consensus-Based Bi-Level Optimization in the
 Presence of Attacks".
 
@@ -188,11 +177,7 @@ def random(
 
 
 def oscillating(
-    num_particles: int,
-    between: tuple[Point, Point],
-    *,
-    period: float,
-    mass: float | None = None,
+    num_particles: int, between: tuple[Point, Point], *, period: float, mass: float | None = None
 ) -> Adversary:
     """Make particles that oscillate between two points, as a sine of the time.
 

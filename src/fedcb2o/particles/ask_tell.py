@@ -2,60 +2,21 @@
 
 The steps of `minimize` are one generator of `EvaluationRequest`s. Functions answer them
 (`run_with_objectives`), or a user who knows the values (`search.py`).
-
-Example:
-    >>> request = EvaluationRequest(torch.ones(1, 3, 2), lambda x: x.sum(-1), None)
-    >>> request.evaluate().lower.tolist()
-    [[2.0, 2.0, 2.0]]
 """
 
-import dataclasses
 import functools
 import inspect
-import math
 from collections.abc import Callable, Generator, Iterable
 from typing import ParamSpec, TypeVar, get_args
 
 import torch
-from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles.dynamics import Objective, Values, evaluate_objectives
+from fedcb2o.particles.dynamics import EvaluationRequest, Values
 from fedcb2o.plugins import did_you_mean
 
 _P = ParamSpec("_P")
 _T = TypeVar("_T")
-
-
-@dataclasses.dataclass(frozen=True)
-class EvaluationRequest:
-    """A request for L, G and the gradient of L at points [runs, n, d].
-
-    The fields except `own` are the arguments of `evaluate_objectives`.
-    """
-
-    theta: Tensor
-    lower: Objective
-    upper: Objective | None
-    flat: bool = False
-    gradient: Objective | bool = False
-    radius: float = math.inf
-    check_writes: bool = False
-    # Points that a user of `Search` evaluated unasked, with their values, for the next step.
-    own: list[tuple[Tensor, Values]] = dataclasses.field(default_factory=list)
-
-    @property
-    def user_points(self) -> Tensor:
-        """The points as a user's function receives them: [n, d] if `flat`, else [runs, n, d]."""
-        if self.flat:
-            return self.theta[0]
-        return self.theta
-
-    def evaluate(self) -> Values:
-        """Answer the request by its functions."""
-        arguments = dict(vars(self))
-        del arguments["own"]
-        return evaluate_objectives(**arguments)
 
 
 _HINTS = {
@@ -83,10 +44,7 @@ EvaluationSteps = Generator[EvaluationRequest, Values, _T]
 
 
 def run_with_objectives(steps: Callable[_P, EvaluationSteps[_T]]) -> Callable[_P, _T]:
-    """Turn a generator of requests into a function that answers them.
-
-    The function has the same arguments and returns the generator's result.
-    """
+    """Turn a generator of requests into a function that answers them."""
     valid = list(inspect.signature(steps).parameters)
 
     @functools.wraps(steps)

@@ -1,11 +1,6 @@
 """The normal distribution of an ensemble of consensus hopping.
 
 Step size and covariance follow Hansen ("The CMA Evolution Strategy: A Tutorial", arXiv 1604.00772).
-
-Example:
-    >>> cloud = Cloud(dim=2, count=4)
-    >>> cloud.stretch(np.ones((1, 2))).tolist()
-    [[0.25, 0.25]]
 """
 
 import math
@@ -24,10 +19,7 @@ class Cloud:
     """The normal distribution N(0, s^2 C) of the particles about m, in units of the box."""
 
     def __init__(self, dim: int, count: int, step: float = _START_STEP) -> None:
-        """Start with the identity as C.
-
-        Of a generation the better half counts, `count` particles.
-        """
+        """Start with the identity as C, for `count` particles in the better half."""
         weights = math.log(count + 0.5) - np.log(np.arange(1, count + 1))
         self.weights = weights / weights.sum()
         self.step = step
@@ -69,9 +61,7 @@ class Cloud:
 
     def whiten(self, offset: Array) -> Array:
         """Divide an offset [d] by the standard deviations."""
-        if self._is_full:
-            return self._inverse_root @ offset / self.step
-        return self._inverse_root * offset / self.step
+        return self._invert(offset) / self.step
 
     def update(self, offsets: Array) -> Array:
         """Adapt s and C to the better half of a generation.
@@ -79,17 +69,14 @@ class Cloud:
         `offsets` are its particles relative to m, best first, in units of the box.
         """
         moves = offsets / self.step
-        if self._is_full:
-            length = np.linalg.norm(moves @ self._inverse_root.T, axis=1, keepdims=True)
-        else:
-            length = np.linalg.norm(moves * self._inverse_root, axis=1, keepdims=True)
+        length = np.linalg.norm(self._invert(moves), axis=1, keepdims=True)
         # Malicious particles may be anywhere. A cut length bounds their effect on s and C.
         moves = moves * np.minimum(1.0, self._longest / length.clip(1e-300))
         move = self.weights @ moves
 
         # 1. The step size grows if consecutive moves of m agree.
         self.generation += 1
-        whitened = self._inverse_root @ move if self._is_full else self._inverse_root * move
+        whitened = self._invert(move)
         rate = self._step_rate
         self._step_path *= 1 - rate
         self._step_path += math.sqrt(rate * (2 - rate) * self._number) * whitened
@@ -119,6 +106,12 @@ class Cloud:
         self._factor()
         self.step *= min(1.0, _LARGEST_RADIUS / self.radius)
         return moved
+
+    def _invert(self, offsets: Array) -> Array:
+        """Multiply offsets [..., d] by the inverse root of C."""
+        if self._is_full:
+            return offsets @ self._inverse_root.T
+        return offsets * self._inverse_root
 
     def _factor(self) -> None:
         """Compute roots of C, with a bounded condition number."""

@@ -3,13 +3,6 @@
 A constraint is low <= c(x) <= high for c: R^d -> R^m, an equality where low = high. The violation
 of a component is max(low - c, c - high, 0). L divides each component's violation by its median
 over the particles of the first ensemble that violate the component, so that L has no unit.
-
-Example:
-    >>> from scipy.optimize import NonlinearConstraint
-    >>> disc = NonlinearConstraint(lambda point: point @ point, -np.inf, 1.0)
-    >>> lower = Constraints(parse_constraints(disc))
-    >>> lower(torch.tensor([[0.0, 0.5], [0.0, 2.0], [3.0, 1.0]])).tolist()
-    [0.0, 1.0, 9.0]
 """
 
 import copy
@@ -35,17 +28,14 @@ class Constraint(NamedTuple):
     name: str
     # c, points [..., d] -> [..., m]; None if a user of `Search` tells the values.
     function: Callable[[Tensor], Tensor] | None
-    # Lower ends, [m] or one for all components.
-    low: Tensor
+    low: Tensor  # lower ends, [m] or one for all components
     high: Tensor
-    # True for inequalities whose violation excludes a particle.
-    keep_feasible: Tensor
+    keep_feasible: Tensor  # true for inequalities whose violation excludes a particle
 
-    def values(self, x: Tensor, measured: Tensor | None = None) -> Tensor:
-        """Return c at points, and check its shape.
+    def at(self, x: Tensor, measured: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Return c [..., m] at points [..., d], its ends [m], and if a violation excludes [m].
 
-        Points [..., d] have values [..., m]. `measured` replaces them for a constraint without a
-        function. A wrong shape is a ConfigError.
+        Without a function, c is `measured`.
         """
         values = measured if self.function is None else self.function(x)
         ends = max(self.low.numel(), self.high.numel())
@@ -57,7 +47,8 @@ class Constraint(NamedTuple):
             )
         if ends not in (1, values.shape[-1]):
             raise ConfigError(f"{self.name} has {values.shape[-1]} components and {ends} ends")
-        return values
+        parts = (self.low.to(values), self.high.to(values), self.keep_feasible.to(values.device))
+        return values, *(part.expand(values.shape[-1]) for part in parts)
 
 
 class Constraints:
@@ -69,8 +60,7 @@ class Constraints:
     of its typical violation.
     """
 
-    # Violations at the points of the latest call, [..., m] of each constraint.
-    latest: list[Tensor]
+    latest: list[Tensor]  # violations at the points of the latest call, [..., m] of each constraint
     # Values of `inner` at these points, also where a constraint is violated.
     latest_inner: Tensor | None = None
     # Scaled residuals at these points, at most 0 where all are met; an equality has two.
@@ -84,7 +74,6 @@ class Constraints:
     def __init__(
         self, items: Sequence[Constraint], tol: float = 1e-4, inner: Objective | None = None
     ) -> None:
-        """Wait for the first ensemble."""
         self.items = list(items)
         self.tol = tol
         self.inner = inner
@@ -92,10 +81,7 @@ class Constraints:
         self._worst: Tensor | None = None  # largest `inner` of the first ensembles [runs, 1]
 
     def for_runs(self, runs: Tensor) -> "Constraints":
-        """Return the objective for the ensembles of a part of the runs.
-
-        It has the scales of these runs.
-        """
+        """Return the objective for the ensembles of a part of the runs, with their scales."""
         if self._scale is None or len(runs) == len(self._scale):
             return self
         part = copy.copy(self)
@@ -105,35 +91,25 @@ class Constraints:
             part._worst = self._worst[rows]
         return part
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return L of points [..., d]."""
-        inner = None if self.inner is None else self.inner(x)
-        return self.level(x, inner=inner)
-
-    def level(
+    def __call__(
         self, x: Tensor, measured: Sequence[Tensor] = (), inner: Tensor | None = None
     ) -> Tensor:
         """Return L of points [..., d].
 
-        `measured` has the values [..., m] of the constraints without a function, in their order.
+        `measured` has the values [..., m] of the constraints without a function, in their order,
+        and `inner` those of the objective `inner`.
         """
+        if inner is None and self.inner is not None:
+            inner = self.inner(x)
         # 1. The violations, and their typical size at the first call.
         told = iter(measured)
-        parts = []
-        offsets = []
-        are_equal = []
-        are_kept = []
-        for item in self.items:
-            values = item.values(x, next(told, None) if item.function is None else None)
-            low = item.low.to(values)
-            high = item.high.to(values)
-            parts.append(torch.maximum(low - values, values - high))
-            offsets.append(values - low)
-            are_equal.append((low == high).expand(values.shape[-1]))
-            are_kept.append(item.keep_feasible.to(values.device).expand(values.shape[-1]))
+        sides = [
+            item.at(x, next(told, None) if item.function is None else None) for item in self.items
+        ]
+        parts = [torch.maximum(low - values, values - high) for values, low, high, _ in sides]
         excess = torch.cat(parts, -1)
-        is_equality = torch.cat(are_equal)
-        is_kept = torch.cat(are_kept) & ~is_equality
+        is_equality = torch.cat([low == high for _, low, high, _ in sides])
+        is_kept = torch.cat([kept for *_, kept in sides]) & ~is_equality
         if self._scale is None:
             self._scale = _typical(excess)
             if inner is not None:
@@ -146,9 +122,10 @@ class Constraints:
         residuals = torch.where(is_equality, excess / scale - self.tol, excess / scale)
         scaled = residuals.clamp(min=0)
         if is_equality.any():  # the distances from both sides have no kink
-            signed = (torch.cat(offsets, -1) / scale)[..., is_equality]
-            inner_part = residuals[..., ~is_equality]
-            residuals = torch.cat([inner_part, signed - self.tol, -signed - self.tol], -1)
+            offsets = torch.cat([values - low for values, low, *_ in sides], -1)
+            signed = (offsets / scale)[..., is_equality]
+            both = [signed - self.tol, -signed - self.tol]
+            residuals = torch.cat([residuals[..., ~is_equality], *both], -1)
         self.latest_residuals = residuals
         total = scaled.square().sum(-1)
         self.latest_inner = inner
@@ -159,9 +136,9 @@ class Constraints:
         return total
 
     def feasible_only(self, objective: Objective) -> Objective:
-        """Return an objective that is not evaluated at points that `keep_feasible` excludes.
+        """Return an objective that is infinite at points that `keep_feasible` excludes.
 
-        It is infinite at those points.
+        It is not evaluated there.
         """
         kept = [item for item in self.items if item.keep_feasible.any()]
         if not kept or any(item.function is None for item in kept):
@@ -180,12 +157,7 @@ class Constraints:
 def with_constraints(
     lower: Any, upper: Any, constraints: Any, tol: float, errors: str
 ) -> tuple[Any, Any]:
-    """Return L and G of a problem with constraints.
-
-    Without constraints they are the objectives themselves. Otherwise L is a `Constraints` and G the
-    last objective. See `parse_constraints` for `errors`, and `Constraints` for `tol`. A sequence as
-    `lower` is a ConfigError.
-    """
+    """Return L and G of a problem with constraints, or the objectives themselves without any."""
     items = parse_constraints(constraints, errors)
     if not items:
         return lower, upper
@@ -199,23 +171,25 @@ def with_constraints(
 
 
 def parse_constraints(constraints: Any, errors: str = "raise") -> list[Constraint]:
-    """Convert constraints in SciPy's form.
-
-    They are a `NonlinearConstraint`, `LinearConstraint` or `Bounds` of `scipy.optimize`, a
-    dictionary with the keys "type", "fun" and "args", or a sequence of these. A `fun` is a function
-    of one point or of many. With `errors` "exclude" an exception of a constraint is NaN at that
-    point.
-    """
+    """Convert constraints in SciPy's form; see `minimize`."""
     is_single = isinstance(constraints, (*_SCIPY_CLASSES, Mapping, Constraint))
-    if constraints is None or callable(constraints) or not isinstance(constraints, Iterable):
-        is_single = True
+    is_single = is_single or callable(constraints) or not isinstance(constraints, Iterable)
     items = [constraints] if is_single else list(constraints)
     return [_parse(f"constraint {k}", item, errors) for k, item in enumerate(items, 1)]
 
 
 def _parse(name: str, item: Any, errors: str) -> Constraint:
     if isinstance(item, Mapping):
-        return _parse_dictionary(name, item, errors)
+        kind = str(item.get("type", "")).lower()
+        if kind not in ("eq", "ineq") or not callable(item.get("fun")):
+            raise ConfigError(
+                f'{name} needs the keys "type", "eq" or "ineq", and "fun", a function; got'
+                f" {dict(item)!r:.80}"
+            )
+        function = with_args(item["fun"], item.get("args", ()))
+        high = torch.tensor([0.0 if kind == "eq" else torch.inf], dtype=torch.float64)
+        converted = _convert_function(name, function, errors)
+        return Constraint(name, converted, torch.zeros_like(high), high, torch.tensor([False]))
     if isinstance(item, Constraint):
         return item
     if not isinstance(item, _SCIPY_CLASSES):
@@ -247,19 +221,6 @@ def _parse(name: str, item: Any, errors: str) -> Constraint:
     return Constraint(name, linear, low, high, keep)
 
 
-def _parse_dictionary(name: str, item: Mapping[str, Any], errors: str) -> Constraint:
-    kind = str(item.get("type", "")).lower()
-    if kind not in ("eq", "ineq") or not callable(item.get("fun")):
-        raise ConfigError(
-            f'{name} needs the keys "type", "eq" or "ineq", and "fun", a function; got'
-            f" {dict(item)!r:.80}"
-        )
-    function = with_args(item["fun"], item.get("args", ()))
-    high = torch.tensor([0.0 if kind == "eq" else torch.inf], dtype=torch.float64)
-    converted = _convert_function(name, function, errors)
-    return Constraint(name, converted, torch.zeros_like(high), high, torch.tensor([False]))
-
-
 def _convert_function(name: str, function: Any, errors: str) -> UserFunction | None:
     if function is None:
         return None
@@ -278,8 +239,7 @@ def _typical(excess: Tensor) -> Tensor:
 
     Without a violation it is the median distance from the ends, and 1 if that is 0.
     """
-    ensembles = excess if excess.ndim > 2 else excess.unsqueeze(0)
-    ensembles = ensembles.flatten(1, -2)
+    ensembles = (excess if excess.ndim > 2 else excess.unsqueeze(0)).flatten(1, -2)
     ensembles = ensembles.where(ensembles.isfinite(), torch.nan)
     violation, distance = (
         sizes.where(sizes > 0, torch.nan).nanmedian(1, keepdim=True).values
@@ -290,6 +250,4 @@ def _typical(excess: Tensor) -> Tensor:
 
 def _per_run(values: Tensor, like: Tensor) -> Tensor:
     """Give values [runs, 1, ...] the shape to combine with those of points."""
-    if like.ndim < values.ndim:
-        return values[0]
-    return values
+    return values[0] if like.ndim < values.ndim else values

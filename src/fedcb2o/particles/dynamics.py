@@ -4,19 +4,12 @@ The systems are CB2O (eq:dyn_micro2), its malicious particles (eq:dyn_macro), Fe
 (eq:fedcbo_dynamic) and FedCB2O (eq:fedcb2o_dynamics) of García Trillos et al. (arXiv 2412.02535),
 for any number of clusters. Plain CBO is FedCBO with one cluster and without gradient. Ensembles are
 [runs, n, d]; runs are independent.
-
-Example:
-    >>> theta = torch.tensor([[[0.0], [1.0], [4.0]]])
-    >>> values = evaluate_objectives(theta, lambda x: x.square().sum(-1), None)
-    >>> m = consensus_point(theta, values, ConsensusParams(alpha=100.0, beta=1.0))
-    >>> round(float(m), 6)
-    0.0
 """
 
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from jaxtyping import Bool, Float
@@ -24,7 +17,7 @@ from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError, RunError, describe_type
-from fedcb2o.particles.write_guard import require_unwritten, write_count
+from fedcb2o.particles.functions import require_unwritten, write_count
 
 Objective = Callable[[Tensor], Tensor]
 """A function of points [..., d] that returns a value [...] for each."""
@@ -37,10 +30,8 @@ class Values:
     """Values of the objectives of one cluster for an ensemble."""
 
     lower: Float[Tensor, "*a n"]
-    # G of each particle; None without G.
-    upper: Float[Tensor, "*a n"] | None
-    # Gradient of L; None where it is not needed.
-    gradient: Float[Tensor, "*a n d"] | None = None
+    upper: Float[Tensor, "*a n"] | None  # G of each particle; None without G
+    gradient: Float[Tensor, "*a n d"] | None = None  # gradient of L; None where it is not needed
     # True for particles in the ball B_R(0); None for all.
     in_ball: Bool[Tensor, "*a n"] | None = None
     # True for particles with a NaN or infinite value, whose L and G read as infinity; None for no
@@ -61,69 +52,71 @@ class Values:
 class ConsensusParams:
     """Parameters of the consensus point at a step."""
 
-    # Weight parameter of exp(-alpha G).
-    alpha: float
-    # Share of the ensemble in Q_beta (eq:Q_beta).
-    beta: float
+    alpha: float  # weight parameter of exp(-alpha G)
+    beta: float  # share of the ensemble in Q_beta (eq:Q_beta)
     delta_q: float = 0.0
-    # R of the ball B_R(0).
+    radius: float = math.inf  # R of the ball B_R(0)
+    averaged: bool = False  # whether Q_beta uses the averaged quantile
+    smooth: bool = False  # whether a slope replaces the edge of Q_beta (`smooth_membership`)
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationRequest:
+    """A request for L, G and the gradient of L at points [runs, n, d]."""
+
+    theta: Float[Tensor, "r n d"]
+    lower: Objective
+    upper: Objective | None
+    flat: bool = False  # whether objectives receive [n, d] in place of [1, n, d]
+    gradient: Objective | bool = False  # True means autograd
     radius: float = math.inf
-    # Whether Q_beta uses the averaged quantile.
-    averaged: bool = False
-    # Whether a slope replaces the edge of Q_beta (`smooth_membership`).
-    smooth: bool = False
+    check_writes: bool = False  # whether writes by way of NumPy are noticed too
+    # Points that a user of `Search` evaluated unasked, with their values, for the next step.
+    own: list[tuple[Tensor, Values]] = dataclasses.field(default_factory=list)
 
+    @property
+    def user_points(self) -> Tensor:
+        """The points as a user's function receives them."""
+        return self.theta[0] if self.flat else self.theta
 
-def evaluate_objectives(
-    theta: Float[Tensor, "r n d"],
-    lower: Objective,
-    upper: Objective | None,
-    *,
-    flat: bool = False,
-    gradient: Objective | bool = False,
-    radius: float = math.inf,
-    check_writes: bool = False,
-) -> Values:
-    """Evaluate L, G and the gradient of L for every particle.
+    def evaluate(self) -> Values:
+        """Evaluate L, G and the gradient of L for every particle.
 
-    Particles with a NaN or infinite value or coordinate are excluded. So are those outside the ball
-    B_R(0) of `radius` R (eq:Q_beta). With `flat` the objectives receive [n, d] in place of [1, n,
-    d]. A `gradient` of True means autograd. `check_writes` notices writes into the particles by way
-    of NumPy too, which are a ConfigError as values of a wrong shape or kind are.
-    """
-    points = theta[0] if flat else theta
-    copy = None
-    if check_writes:
-        copy = points.clone()
+        Particles with a NaN or infinite value or coordinate are excluded. So are those outside the
+        ball B_R(0) of `radius` R (eq:Q_beta).
+        """
+        points = self.user_points
+        copy = points.clone() if self.check_writes else None
+        shape = points.shape[:-1]
 
-    # `clone` below keeps in-place operations of a user's function away from the leaves, where
-    # autograd forbids them.
-    slope: Tensor | None = None
-    if gradient is True:
-        leaves = points.detach().requires_grad_()
-        with torch.enable_grad():
-            low = _evaluate_objective("lower", lower, leaves.clone(), copy)
-            if not low.requires_grad:
+        # `clone` below keeps in-place operations of a user's function away from the leaves, where
+        # autograd forbids them.
+        slope: Tensor | None = None
+        up: Tensor | None = None
+        if self.gradient is True:
+            leaves = points.detach().requires_grad_()
+            with torch.enable_grad():
+                low = _evaluate("lower", self.lower, leaves.clone(), copy, shape)
+                if not low.requires_grad:
+                    raise ConfigError(
+                        "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and"
+                        " sigma2 to 0"
+                    )
+                (slope,) = torch.autograd.grad(low.sum(), leaves)
+            low = low.detach()
+        else:
+            low = _evaluate("lower", self.lower, points, copy, shape)
+            if self.gradient:
+                slope = _evaluate("gradient", self.gradient, points, copy, points.shape)
+        if self.upper is not None:
+            before = write_count(low)
+            up = _evaluate("upper", self.upper, points, copy, shape)
+            if write_count(low) != before:
                 raise ConfigError(
-                    "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and"
-                    " sigma2 to 0"
+                    "`upper` writes into the values that `lower` returned: let each return a"
+                    " tensor of its own"
                 )
-            (slope,) = torch.autograd.grad(low.sum(), leaves)
-        low = low.detach()
-    else:
-        low = _evaluate_objective("lower", lower, points, copy)
-        if gradient:
-            slope = _evaluate_gradient(gradient, points, copy)
-    up = None
-    if upper is not None:
-        before = write_count(low)
-        up = _evaluate_objective("upper", upper, points, copy)
-        if write_count(low) != before:
-            raise ConfigError(
-                "`upper` writes into the values that `lower` returned: let each return a tensor of"
-                " its own"
-            )
-    return to_values(theta, low, up, slope, radius=radius)
+        return to_values(self.theta, low, up, slope, radius=self.radius)
 
 
 def to_values(
@@ -140,10 +133,8 @@ def to_values(
     """
     if low.ndim == 1:  # a single run
         low = low.unsqueeze(0)
-        if up is not None:
-            up = up.unsqueeze(0)
-        if slope is not None:
-            slope = slope.unsqueeze(0)
+        up = None if up is None else up.unsqueeze(0)
+        slope = None if slope is None else slope.unsqueeze(0)
     in_ball = None
     if radius != math.inf:
         in_ball = theta.square().sum(-1) <= radius * radius
@@ -296,49 +287,34 @@ def _constant(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     return torch.tensor(value, dtype=dtype, device=device)
 
 
-def _evaluate_gradient(gradient: Objective, points: Tensor, copy: Tensor | None) -> Tensor:
-    """Call a user's gradient and check its result."""
-    before = write_count(points)
-    slope: object = gradient(points)
-    require_unwritten("`gradient`", gradient, points, before, copy)
-    if not isinstance(slope, Tensor) or slope.shape != points.shape:
-        raise ConfigError(
-            f"`gradient` must return a tensor of shape {[*points.shape]},"
-            f" got {_describe_type(slope)}"
-        )
-    return _as_float("gradient", slope, points)
-
-
-def _evaluate_objective(
-    name: str, objective: Objective, theta: Tensor, copy: Tensor | None
+def _evaluate(
+    name: str, function: Objective, points: Tensor, copy: Tensor | None, shape: Sequence[int]
 ) -> Tensor:
-    """Call a user's objective and check its result and its writes."""
-    before = write_count(theta)
+    """Call a user's function, and check its result and its writes."""
+    before = write_count(points)
     try:
-        values: object = objective(theta)
+        values: object = function(points)
     except StopIteration as error:  # it would end the steps of `minimize`
         raise ConfigError(
             f"`{name}` raised StopIteration, as an exhausted iterator does"
         ) from error
-    if copy is not None or write_count(theta) != before:
-        require_unwritten(f"`{name}`", objective, theta, before, copy)
+    if copy is not None or write_count(points) != before:
+        require_unwritten(f"`{name}`", function, points, before, copy)
 
     if not isinstance(values, Tensor):
-        raise ConfigError(f"`{name}` must return a tensor, got {_describe_type(values)}")
-    if values.shape != theta.shape[:-1]:
+        raise ConfigError(f"`{name}` must return a tensor, got {describe_type(values)}")
+    if values.shape != shape:
+        if name == "gradient":
+            wrong = f"a tensor of shape {[*shape]}, got a tensor of shape {[*values.shape]}"
+            raise ConfigError(f"`gradient` must return {wrong}")
         raise ConfigError(
-            f"`{name}` must return one value a particle: shape {[*theta.shape[:-1]]} for an"
-            f" ensemble of shape {[*theta.shape]}, got {[*values.shape]}; sum over the last axis,"
-            " as in x.square().sum(-1), or take a function of one point by fedcb2o.from_point"
+            f"`{name}` must return one value a particle: shape {[*shape]} for an ensemble of shape"
+            f" {[*points.shape]}, got {[*values.shape]}; sum over the last axis, as in"
+            " x.square().sum(-1), or take a function of one point by fedcb2o.from_point"
         )
-    return _as_float(name, values, theta)
-
-
-def _as_float(name: str, values: Tensor, theta: Tensor) -> Tensor:
-    """Convert a user's tensor to floating-point numbers of 32 or 64 bits."""
-    if values.layout != torch.strided or values.device != theta.device:
+    if values.layout != torch.strided or values.device != points.device:
         got = f"a {values.layout} tensor on {values.device}".replace("torch.", "")
-        raise ConfigError(f"`{name}` must return a dense tensor on {theta.device}, got {got}")
+        raise ConfigError(f"`{name}` must return a dense tensor on {points.device}, got {got}")
     if values.dtype in _FLOAT_TYPES:
         return values
     if values.is_complex():
@@ -346,10 +322,4 @@ def _as_float(name: str, values: Tensor, theta: Tensor) -> Tensor:
             f"`{name}` must return real numbers, got {values.dtype}: take the real part or the"
             " absolute value"
         )
-    return values.to(theta.dtype)
-
-
-def _describe_type(value: object) -> str:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {[*value.shape]}"
-    return describe_type(value)
+    return values.to(points.dtype)

@@ -3,20 +3,17 @@
 A converted function maps points [..., d] to values [...], or to [..., d] or [..., m] if it has
 several values per point.
 
-Example:
-    >>> square = UserFunction("`lower`", lambda point: point[0] ** 2 + point[1])
-    >>> square(torch.tensor([[2.0, 0.0], [3.0, 1.0], [1.0, 1.0]])).tolist()
-    [4.0, 10.0, 2.0]
+Functions must not write into their input. PyTorch counts writes into a tensor, so these are noticed
+at once. Writes into a NumPy array that shares the memory are not counted; a copy reveals them.
 """
 
 import contextlib
 import functools
 import itertools
 import logging
-import math
 import random
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,16 +21,13 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
-from fedcb2o.particles.write_guard import require_unwritten, write_count
 from fedcb2o.plugins import failing_line, label
 from fedcb2o.user_values import to_array, to_tensor
 
 _LOGGER = logging.getLogger(__name__)
 
 _CONVERTED = "_takes_tensors"  # attribute of functions whose form is known
-
-_RETURNING = "_with_evaluate"  # attribute of functions of a point: the same with another evaluation
-
+_AS_VECTOR = "_as_vector"  # attribute of functions of one point: the same for several values
 _NUM_COMPARED = 3  # points whose values alone are compared with those among many
 
 _Call = Callable[[Tensor], Any]
@@ -71,10 +65,7 @@ def from_numpy(function: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def from_point(
-    function: Callable[..., Any],
-    *,
-    workers: Callable[..., Any] = map,
-    errors: str = "raise",
+    function: Callable[..., Any], *, workers: Callable[..., Any] = map, errors: str = "raise"
 ) -> Callable[..., Tensor]:
     """Make an objective from a function of one point, as SciPy's functions are.
 
@@ -96,63 +87,76 @@ def from_point(
     """
     settings.check_function("`workers`", workers)
     settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
-    return _each_point(function, evaluate_point, workers=workers, errors=errors)
+    return _each_point(function, workers=workers, errors=errors)
 
 
-def evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> float:
-    """Return the number that a user's function of a point returns.
-
-    A masked or missing number is NaN. A function that returns no number, or raises StopIteration,
-    is a ConfigError.
-    """
-    value = _call_at_point(function, args, point)
-    if isinstance(value, float):
+def _evaluate_point(
+    function: Callable[..., Any], is_vector: bool, args: tuple[Any, ...], point: Any
+) -> Any:
+    """Return the number, or the list of numbers, that a user's function of a point returns."""
+    name = label(function)
+    try:
+        value = function(point, *args)
+    except Exception as error:
+        cure = (
+            f"{_describe_failure(function, point, error)}: return NaN where it is not defined, or"
+            ' take errors="exclude"'
+        )
+        if isinstance(error, StopIteration):  # it would end a loop over the points
+            raise ConfigError(cure) from error
+        error.add_note(cure)
+        raise
+    if isinstance(value, float) and not is_vector:
         return float(value)
 
-    name = label(function)
     array = to_array(f"the function {name} of a point returned", value)
-    if array.size != 1:
+    if is_vector:
+        _refuse_truth_values(f"the function {name}", array.dtype == bool, value)
+    if array.ndim > 1 or (array.size != 1 and not is_vector):
+        expected = "a number or a list of numbers" if is_vector else "a number"
         raise ConfigError(
-            f"the function {name} of a point must return a number, got the shape {[*array.shape]}"
+            f"the function {name} of a point must return {expected}, got the shape {[*array.shape]}"
         )
-    # Truth values stay such, because constraints refuse them.
-    return bool(array.item()) if array.dtype == bool else float(array.item())
+    if array.dtype == bool and not is_vector:
+        return bool(array.item())  # a constraint that calls this function refuses it
+    return array.astype(float).reshape(-1).tolist() if is_vector else float(array.item())
 
 
 def with_args(objective: Any, args: Any) -> Any:
-    """Bind further arguments to an objective: objective(x, *args).
-
-    `args` is a tuple, or a single argument.
-    """
+    """Bind further arguments, a tuple or a single one, to an objective: objective(x, *args)."""
     if not isinstance(args, tuple):
         args = (args,)
     if not args or objective is None:
         return objective
-    if not callable(objective):
-        return [with_args(item, args) for item in objective]
 
     @functools.wraps(objective)
     def bound(x: Any) -> Any:
         return objective(x, *args)
 
-    if hasattr(objective, _RETURNING):
-        returning = getattr(objective, _RETURNING)
-        setattr(bound, _RETURNING, lambda evaluate: with_args(returning(evaluate), args))
+    if hasattr(objective, _AS_VECTOR):
+        setattr(bound, _AS_VECTOR, with_args(getattr(objective, _AS_VECTOR), args))
     return bound
 
 
 def convert_functions(
-    name: str, functions: Any, args: Any, errors: str, *, vector: bool = False
+    name: str,
+    functions: Any,
+    args: Any,
+    errors: str,
+    *,
+    vector: bool = False,
+    or_none: bool = True,
+    hint: str = "",
 ) -> Any:
-    """Convert one function or several, with further arguments bound.
-
-    Those of several functions keep their order and form. `args` is a tuple, or a single argument;
-    `errors` and `vector` are those of `UserFunction`.
-    """
-    if functions is None or isinstance(functions, UserFunction):
+    """Convert one function or several to a `UserFunction`, with further arguments bound."""
+    if isinstance(functions, Sequence) and not isinstance(functions, str | bytes):
+        kind: Any = {"vector": vector, "or_none": or_none, "hint": hint}
+        return [convert_functions(name, item, args, errors, **kind) for item in functions]
+    if isinstance(functions, UserFunction) or (or_none and functions is None):
         return functions
-    if not callable(functions):
-        return [convert_functions(name, item, args, errors, vector=vector) for item in functions]
+    settings.check_function(
+        name, functions, "a function, or a list with one for each cluster", hint
+    )
     return UserFunction(name, with_args(functions, args), vector=vector, errors=errors)
 
 
@@ -163,6 +167,10 @@ class UserFunction:
     [n, d], one point as an array, one point as a tensor. Later calls take the form that fitted. A
     form of many points fits only if it gives a point the same value among others as alone: a
     function of one point that divides by x.sum() accepts many.
+
+    A `vector` function has several values per point, in a last axis. With `errors` "exclude"
+    points where the function raises an exception are NaN. `arrays_only` calls it with arrays
+    alone, as SciPy does.
     """
 
     def __init__(
@@ -174,12 +182,6 @@ class UserFunction:
         errors: str = "raise",
         arrays_only: bool = False,
     ) -> None:
-        """Prepare the first call.
-
-        A `vector` function has several values per point, in a last axis. With `errors` "exclude"
-        points where the function raises an exception are NaN. `arrays_only` calls it with arrays
-        alone, as SciPy does.
-        """
         self._name = name
         self._function = function
         self._vector = vector
@@ -188,8 +190,8 @@ class UserFunction:
         self._form: _Form | None = None
         self._is_logged = False
         functools.update_wrapper(self, function, updated=())
-        if vector and hasattr(function, _RETURNING):
-            function = getattr(function, _RETURNING)(_evaluate_vector)
+        if vector:
+            function = getattr(function, _AS_VECTOR, function)
         if getattr(function, _CONVERTED, False):
             self._form = _Form("", function, of_rows=False)
 
@@ -211,59 +213,57 @@ class UserFunction:
         # 1. Try all points at once. With n = d, one row more tells points from coordinates.
         rows = x.reshape(-1, x.shape[-1])
         is_ambiguous = x.shape[-2] == x.shape[-1]
-        sample = self._sample(rows[0]) if self._vector else None
-        failures = _Failures()
+        failures: list[tuple[str, Any]] = []
         # A function that reduces the wrong axis of a square would return a result of the right
         # shape.
         points = torch.cat([rows, rows[:1]]) if is_ambiguous else x
         for form in self._forms(points.ndim):
-            values = self._attempt(form, points, sample, failures)
+            values = self._attempt(form, points, failures)
             if values is None:
                 continue
             if len(rows) > 1:  # one point does not tell the forms apart
-                self._form = form
-            if not is_ambiguous:
-                return values
-            form.of_rows = True
-            return self._finish(values[: len(rows)], x)
+                self._form = form._replace(of_rows=form.of_rows or is_ambiguous)
+            return self._finish(values[: len(rows)], x) if is_ambiguous else values
 
         # 2. Try point by point, where the function may fail at some of them.
         if self._errors == "exclude":
             for form in self._forms(2):
-                fitting = list(itertools.islice(self._fitting_rows(form, rows), _NUM_COMPARED))
+                alone = (row for row in rows if self._attempt(form, row[None], []) is not None)
+                fitting = list(itertools.islice(alone, _NUM_COMPARED))
                 several = torch.stack(fitting) if fitting else rows[:0]
-                if fitting and self._attempt(form, several, None, failures) is not None:
+                if fitting and self._attempt(form, several, failures) is not None:
                     self._form = form if len(fitting) > 1 else None
                     return self._call_rows(form, x)
 
         hint = ', or take errors="exclude"' if self._errors == "raise" else ""
+        first = next((reason for _, reason in failures if isinstance(reason, Exception)), None)
+        line = failing_line(first) if first else ""
+        place = line and f", first{line}"
         raise ConfigError(
             f"{self._name}, {label(self._function)}, accepts neither many points nor one:"
-            f" {failures}{failures.place}. Write it for points [..., d], as tensors or as NumPy"
+            f" {_explain(failures)}{place}. Write it for points [..., d], as tensors or as NumPy"
             f" arrays, or for one point [d], as fedcb2o.from_point takes it{hint}"
-        ) from failures.first
+        ) from first
 
     def _forms(self, ndim: int) -> "Iterator[_Form]":
         """Return the forms of a call for points with `ndim` axes, in the order of trial."""
         function = self._function
-        evaluate = _evaluate_vector if self._vector else evaluate_point
+        of_point = functools.partial(_each_point, is_vector=self._vector)
         if not self._arrays_only:
             yield _Form("tensor [..., d]", function, of_rows=False)
             if ndim > 2:
                 yield _Form("tensor [n, d]", function)
         yield _Form("array [n, d]", from_numpy(function))
-        yield _Form("one array [d]", _each_point(function, evaluate), is_pointwise=True)
+        yield _Form("one array [d]", of_point(function), is_pointwise=True)
         if not self._arrays_only:
 
             @functools.wraps(function)
             def of_tensor(point: np.ndarray) -> Any:
                 return function(torch.from_numpy(point))
 
-            yield _Form("one tensor [d]", _each_point(of_tensor, evaluate), is_pointwise=True)
+            yield _Form("one tensor [d]", of_point(of_tensor), is_pointwise=True)
 
-    def _attempt(
-        self, form: "_Form", x: Tensor, sample: Tensor | None, failures: "_Failures"
-    ) -> Tensor | None:
+    def _attempt(self, form: "_Form", x: Tensor, failures: list[tuple[str, Any]]) -> Tensor | None:
         """Return the values of points, or None where the form does not fit."""
         # A form that does not fit may have written into the points, and the next one needs them.
         copy = x.clone()
@@ -277,35 +277,21 @@ class UserFunction:
         except _TruthValueError:
             raise
         except Exception as error:
-            failures.add(form.name, error)
+            failures.append((form.name, error))
             return None
 
         lead = x.shape[:-1]
         fits = values.shape[: len(lead)] == lead and values.ndim == len(lead) + self._vector
-        if fits and sample is not None:
-            first = values.detach().double().cpu().reshape(-1, values.shape[-1])[0]
-            fits = first.shape == sample.shape and torch.allclose(
-                first, sample, rtol=1e-4, atol=1e-6, equal_nan=True
-            )
         if not fits:
-            expected = f"{[*lead, 'm']}" if self._vector else f"{[*lead]}"
-            failures.add(
-                form.name,
-                f"it returned the shape {[*values.shape]} for points {[*x.shape]}, expected"
-                f" {expected}",
-            )
+            expected = [*lead, "m"] if self._vector else [*lead]
+            got = f"the shape {[*values.shape]} for points {[*x.shape]}"
+            failures.append((form.name, f"it returned {got}, expected {expected}"))
             return None
         require_unwritten(self._name, self._function, copy, before, x)
         if not form.is_pointwise and self._depends_on_others(form, x, values):
-            failures.add(form.name, "its value at a point depends on the other points")
+            failures.append((form.name, "its value at a point depends on the other points"))
             return None
         return values
-
-    def _fitting_rows(self, form: "_Form", rows: Tensor) -> Iterator[Tensor]:
-        """Return the points at which a form fits by itself, where it may fail at others."""
-        for row in rows:
-            if self._attempt(form, row[None], None, _Failures()) is not None:
-                yield row
 
     def _depends_on_others(self, form: "_Form", x: Tensor, values: Tensor) -> bool:
         """Return whether points have other values alone than among all points.
@@ -333,14 +319,13 @@ class UserFunction:
         with _keep_random_state():
             is_independent = True
             for k in {0, len(rows) // 2, len(rows) - 1}:
-                point = rows[k]
-                one = point.clone().reshape(*[1] * (x.ndim - 1), -1)
-                alone = None
+                one = rows[k].clone().reshape(*[1] * (x.ndim - 1), -1)
+                array = rows[k].cpu().numpy().copy()
+                calls = [functools.partial(self._function, array)]
                 if len(rows) > 1:
-                    alone = evaluate(functools.partial(form.call, one), 1)
-                if alone is None:
-                    array = point.cpu().numpy().copy()
-                    alone = evaluate(functools.partial(self._function, array), 1)
+                    calls.insert(self._vector, functools.partial(form.call, one))
+                found = (evaluate(call, 1) for call in calls)
+                alone = next((values for values in found if values is not None), None)
                 if alone is not None and alone.shape[1] == flat.shape[1]:
                     is_independent &= agree(alone, flat[k : k + 1])
             if is_independent:
@@ -359,27 +344,17 @@ class UserFunction:
         if tensor.shape == lead and not self._vector:
             return tensor
         flat = (lead.numel(),)
-        if self._vector and tensor.shape in (lead, flat):
+        if not self._vector:
+            fits = tensor.shape in (flat, (*flat, 1), (*lead, 1))
+            return tensor.reshape(lead) if fits else tensor
+        if tensor.shape in (lead, flat):
             return tensor.reshape(*lead, 1)
-        if self._vector and tensor.shape[:-1] == flat:
-            return tensor.reshape(*lead, -1)
-        if not self._vector and tensor.shape in (flat, (*flat, 1), (*lead, 1)):
-            return tensor.reshape(lead)
-        return tensor
-
-    def _sample(self, point: Tensor) -> Tensor | None:
-        """Return the values of one point, or None for a function of many points."""
-        try:
-            values = self._function(point.detach().cpu().numpy().copy())
-            return torch.from_numpy(to_array("", values)).double().reshape(-1)
-        except Exception:
-            return None
+        return tensor.reshape(*lead, -1) if tensor.shape[:-1] == flat else tensor
 
     def _call_rows(self, form: "_Form", x: Tensor) -> Tensor:
         """Return the values of each point, NaN where the function raises an exception."""
-        rows = x.reshape(-1, x.shape[-1])
         values: list[Tensor | None] = []
-        for row in rows:
+        for row in x.reshape(-1, x.shape[-1]):
             try:
                 values.append(self._finish(form.call(row[None]), row[None])[0].to(x))
             except ConfigError:
@@ -427,64 +402,44 @@ class _TruthValueError(ConfigError):
     """A constraint returned truth values."""
 
 
-class _Failures:
-    """Forms that did not fit, by reason."""
-
-    def __init__(self) -> None:
-        self.first: Exception | None = None
-        self._forms: dict[str, list[str]] = {}
-
-    def add(self, form: str, reason: str | Exception) -> None:
-        if isinstance(reason, Exception):
-            self.first = self.first or reason
+def _explain(failures: list[tuple[str, Any]]) -> str:
+    """Return the reasons why forms did not fit, with the names of the forms."""
+    forms: dict[str, list[str]] = {}
+    for name, reason in failures:
+        text = str(reason)
+        if isinstance(reason, ConfigError):
+            text = "it returned " + text.split(" returned ")[-1]
+        elif isinstance(reason, Exception):
             text = " ".join(repr(reason).split())
-            if isinstance(reason, ConfigError):
-                text = "it returned " + str(reason).split(" returned ")[-1]
-        else:
-            text = reason
-        self._forms.setdefault(text, []).append(form)
-
-    @property
-    def place(self) -> str:
-        """The line of the first exception, or an empty text."""
-        line = failing_line(self.first) if self.first else ""
-        return line and f", first{line}"
-
-    def __str__(self) -> str:
-        return "; ".join(f"{text} ({', '.join(forms)})" for text, forms in self._forms.items())
+        forms.setdefault(text, []).append(name)
+    return "; ".join(f"{text} ({', '.join(names)})" for text, names in forms.items())
 
 
-class _Form:
-    """A form of calling a function: with tensors or arrays, of all points or of each.
+class _Form(NamedTuple):
+    """A form of calling a function: with tensors or arrays, of all points or of each."""
 
-    `of_rows` forms receive points [n, d] without further leading axes. `is_pointwise` ones call the
-    user's function for each point.
-    """
-
-    def __init__(
-        self, name: str, function: _Call, *, of_rows: bool = True, is_pointwise: bool = False
-    ) -> None:
-        self.name = name
-        self.is_pointwise = is_pointwise
-        self.of_rows = of_rows
-        self._function = function
+    name: str
+    function: _Call
+    of_rows: bool = True  # whether points are [n, d], without further leading axes
+    is_pointwise: bool = False  # whether the user's function is called for each point
 
     def call(self, x: Tensor) -> Any:
         if self.of_rows and x.ndim > 2:
             x = x.reshape(-1, x.shape[-1])
-        return self._function(x)
+        return self.function(x)
 
 
 def _each_point(
     function: Callable[..., Any],
-    evaluate: Callable[..., Any],
     *,
+    is_vector: bool = False,
     workers: Callable[..., Any] = map,
     errors: str = "raise",
 ) -> Callable[..., Tensor]:
     """Return an objective that calls a function of one point for each point."""
+    evaluate: Callable[..., Any] = _evaluate_point
     if errors == "exclude":
-        evaluate = functools.partial(_evaluate_or_describe, evaluate)
+        evaluate = _evaluate_or_describe
     is_logged = False
 
     @takes_tensors
@@ -492,7 +447,8 @@ def _each_point(
     def objective(x: Tensor, *args: Any) -> Tensor:
         nonlocal is_logged
         points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
-        values = list(workers(functools.partial(evaluate, function, args), points))
+        call = functools.partial(evaluate, function, is_vector, args)
+        values = list(workers(call, points))
         if len(values) != len(points):
             raise ConfigError(f"`workers` returned {len(values)} values for {len(points)} points")
 
@@ -501,57 +457,72 @@ def _each_point(
             _LOGGER.warning("%s: such points are excluded.", failures[0])
             is_logged = True
         if failures:
-            values = [math.nan if isinstance(value, str) else value for value in values]
+            shape = next((np.shape(value) for value in values if not isinstance(value, str)), ())
+            missing = np.full(shape, np.nan).tolist()
+            values = [missing if isinstance(value, str) else value for value in values]
         is_bool = bool(values) and all(isinstance(value, bool) for value in values)
         dtype = torch.bool if is_bool else x.dtype
         tensor = torch.tensor(values, dtype=dtype, device=x.device)
         return tensor.reshape((*x.shape[:-1], *tensor.shape[1:]))
 
-    again = functools.partial(_each_point, function, workers=workers, errors=errors)
-    setattr(objective, _RETURNING, again)
+    if not is_vector:
+        shared: Any = {"workers": workers, "errors": errors}
+        setattr(objective, _AS_VECTOR, _each_point(function, is_vector=True, **shared))
     return objective
 
 
-def _evaluate_vector(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> Any:
-    """Return the list of numbers that a user's function of a point returns."""
-    value = _call_at_point(function, args, point)
-    array = to_array(f"the function {label(function)} of a point returned", value)
-    _refuse_truth_values(f"the function {label(function)}", array.dtype == bool, value)
-    if array.ndim > 1:
-        raise ConfigError(
-            f"the function {label(function)} of a point must return a number or a list of numbers,"
-            f" got the shape {[*array.shape]}"
-        )
-    return array.astype(float).reshape(-1).tolist()
-
-
-def _call_at_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> Any:
-    """Call a function of a point; its exceptions have a note with the point."""
-    try:
-        return function(point, *args)
-    except Exception as error:
-        cure = (
-            f"{_describe_failure(function, point, error)}: return NaN where it is not defined, or"
-            ' take errors="exclude"'
-        )
-        if isinstance(error, StopIteration):  # it would end a loop over the points
-            raise ConfigError(cure) from error
-        error.add_note(cure)
-        raise
-
-
-def _evaluate_or_describe(
-    evaluate: Callable[..., Any], function: Callable[..., Any], args: tuple[Any, ...], point: Any
-) -> Any:
+def _evaluate_or_describe(function: Any, *args: Any) -> Any:
     """Return the values, or the description of the function's exception."""
     try:
-        return evaluate(function, args, point)
+        return _evaluate_point(function, *args)
     except ConfigError:
         raise
     except Exception as error:
-        return _describe_failure(function, point, error)
+        return _describe_failure(function, args[-1], error)
 
 
 def _describe_failure(function: Callable[..., Any], point: Any, error: Exception) -> str:
     where = np.array2string(np.asarray(point), separator=", ", threshold=12)
     return f"the function {label(function)} failed at the point {where}: {error!r}"
+
+
+def write_count(x: Tensor) -> int:
+    """Return the number of PyTorch's writes into a tensor or its views; 0 in inference mode."""
+    return 0 if x.is_inference() else x._version
+
+
+def require_unwritten(
+    name: str,
+    function: Callable[..., Any],
+    x: Tensor,
+    before: int,
+    copy: Tensor | None = None,
+    kind: str = "particles",
+) -> None:
+    """Refuse a function that wrote into its input `x`, whose copy may be from before the call."""
+    if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):
+        raise ConfigError(
+            f"{name}, {label(function)}, writes into the {kind} that it receives: let it"
+            " work on a copy, such as x.clone()"
+        )
+
+
+@contextlib.contextmanager
+def forbid_writes(
+    name: str,
+    function: Callable[..., Any],
+    guarded: Sequence[tuple[Tensor, str]],
+    check_writes: bool,
+) -> Iterator[None]:
+    """Refuse writes into tensors, with the names of their contents, inside a `with` block."""
+    before = [(write_count(x), x.clone() if check_writes else None) for x, _ in guarded]
+    yield
+    for (x, kind), (count, copy) in zip(guarded, before, strict=True):
+        require_unwritten(name, function, x, count, copy, kind)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, where NaN equals NaN."""
+    # As integers, because NaN differs from itself and -0 equals 0.
+    words = torch.int64 if a.dtype == torch.float64 else torch.int32
+    return torch.equal(a.detach().contiguous().view(words), b.contiguous().view(words))

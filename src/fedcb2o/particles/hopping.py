@@ -20,14 +20,6 @@ product with V counts, so that the units of L and G do not matter.
 Constraints are met from the outside, and slowly. One particle takes a Newton step towards V = 0.
 Half of the evaluations may pass without two separate points of least L. Then L alone counts for a
 while, and again in the last tenth.
-
-Example:
-    >>> hopper = Hopper(1, np.array([-1.0, -1.0]), np.array([1.0, 1.0]), 20)
-    >>> while not hopper.ends:
-    ...     points = hopper.points()
-    ...     hopper.update(points, np.square(points).sum(1), None)
-    >>> bool(np.abs(hopper.ends[0].m).max() < 1e-6)
-    True
 """
 
 import dataclasses
@@ -80,117 +72,89 @@ def default_num_particles(dim: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class End:
-    """The end of one ensemble."""
+    """The end of one search."""
 
-    # Best judged point [d].
-    x: Array
+    x: Array  # best judged point [d]
     lower: float
-    # G at x; L without G.
-    upper: float
-    # Consensus point [d].
-    m: Array
-    # Largest standard deviation of the particles about m, relative to the box.
-    radius: float
-    # Whether the ensemble collapsed, or its best value did not change any more.
-    settled: bool
-    # Whether it is that of an ensemble that started in the whole box.
-    is_global: bool = False
+    upper: float  # G at x; L without G
+    m: Array  # consensus point [d]
+    radius: float  # largest standard deviation of the particles about m, relative to the box
+    settled: bool  # whether the ensemble collapsed, or its best value did not change any more
+    is_global: bool = False  # whether it is that of an ensemble that started in the whole box
 
 
+@dataclasses.dataclass(eq=False)
 class Hopper:
-    """The ensembles of one run, one after the other.
+    """The ensembles of one run, one after the other."""
 
-    `m` is the consensus point [d], `width` has the widths of the box [d]. `has_value` tells if a
-    particle of the first ensemble had finite values, `has_upper` if there is a G. `least_barred` is
-    the least L where G is infinite.
-    """
+    seed: int
+    low: Array  # of the box [d]
+    high: dataclasses.InitVar[Array]
+    n: int  # benign particles
+    num_malicious: int = 0  # further particles that `update` receives
+    walls: tuple[Array, Array] | None = None
+    delta_q: float = 0.0
+    # Spread of a collapsed ensemble, relative to the box, and in the units of x.
+    precision: float = 1e-8
+    xtol: float = 0.0
+    budget: int | float = math.inf
+    can_search: bool = False  # whether local searches may follow (`search_from`)
+    has_first: bool = False  # whether the first particle is a user's point
+    is_exact: bool = False  # whether every violation counts, however small
+    by_value: bool = False  # whether ends of equal value agree, wherever they are
 
-    def __init__(
-        self,
-        seed: int,
-        low: Array,
-        high: Array,
-        n: int,
-        *,
-        num_malicious: int = 0,
-        walls: tuple[Array, Array] | None = None,
-        delta_q: float = 0.0,
-        precision: float = 1e-8,
-        xtol: float = 0.0,
-        budget: int | float = math.inf,
-        can_search: bool = False,
-        has_first: bool = False,
-        is_exact: bool = False,
-        by_value: bool = False,
-    ) -> None:
-        """Start the first ensemble.
-
-        `low` is the low end of their box [d]. `update` receives `num_malicious` further particles.
-        `precision` is the spread of a collapsed ensemble, relative to the box. With
-        `can_search` local searches may follow (`search_from`). `has_first` tells if the first
-        particle is a user's point, `is_exact` if every violation counts, however small. With
-        `by_value` ends of equal value agree, wherever they are.
-        """
-        self.budget = budget
+    def __post_init__(self, high: Array) -> None:
         self.evaluated = 0
-        # Evaluations outside of the steps of all runs.
-        self.extra = 0
-        self._has_first = has_first
-        self._by_value = by_value
-        self._is_exact = is_exact
-        self._tie = 0.0 if is_exact else _TIE
-        self._failures = 0 if can_search else _MAX_FAILURES
-        # Point from which a local search shall start now.
-        self.search_from: Array | None = None
-        self._archive = np.zeros((0, len(low) + 2))
+        self.extra = 0  # evaluations outside of the steps of all runs
+        self._tie = 0.0 if self.is_exact else _TIE
+        self._failures = 0 if self.can_search else _MAX_FAILURES
+        self.search_from: Array | None = None  # point from which a local search shall start now
+        self._archive = np.zeros((0, len(self.low) + 2))
         self.num_scouts = 0
         self._num_candidates = 0
         self._is_scouting = False
         self._spent = [0, 0]
         self.num_ensembles = 0
-        # Numbers of ends, with what was computed from them.
-        self._single = (0, 0)
+        self._single = (0, 0)  # numbers of ends, with what was computed from them
         self._table = (0, np.zeros((0, 2)))
-        self._late_generations = 5 + 3 * len(low)
-        self.low = low
-        self.width = high - low
+        # A basin of 1 / (200 d) of the box has five of them.
+        self.num_scouts_needed = _SCOUTS_PER_DIM * len(self.low)
+        self._late_generations = 5 + 3 * len(self.low)
+        self.width = high - self.low
         self._is_free = self.width > 0
-        self._n = n
-        self.walls = walls
-        self._delta_q = delta_q
-        self._num_malicious = num_malicious
-        self._interior = _INTERIOR * precision * self.width
-        self._collapse = max(precision, xtol / self.width.max())
-        self._generator = stream(seed, "particles", "hopping")
+        self._interior = _INTERIOR * self.precision * self.width
+        self._collapse = max(self.precision, self.xtol / self.width.max())
+        self._generator = stream(self.seed, "particles", "hopping")
         self.ends: list[End] = []
         self._least = math.inf
         self._is_attained = False
         self._scale = 0.0
         self._upper_scale = 0.0
-        self.has_upper = False
-        self.least_barred = math.inf
+        self.has_upper = False  # whether there is a G
+        self.least_barred = math.inf  # least L where G is infinite
         self._frozen = 1
-        self.has_value = True
+        self.has_value = True  # whether a particle of the first ensemble had finite values
         self._weight = 1.0
-        self._recent: list[float] = []
         self._cloud: Cloud | None = None
+        self._recent: list[float] = []
         self._batches: list[tuple[Array, Array, Array]] = []
+        self._batches_needed = 1
         self._restart()
 
     def points(self) -> Array:
         """Draw the particles [n, d] of the next step."""
-        shape = (self._n, len(self.low))
+        shape = (self.n, len(self.low))
         if self._has_ended:
             self._restart()
         if self._cloud is None:
             return self.low + self.width * self._generator.uniform(size=shape)
-        normals = self._generator.standard_normal((self._n, int(self._is_free.sum())))
-        points = np.repeat(self.m[None], self._n, 0)
+        normals = self._generator.standard_normal((self.n, int(self._is_free.sum())))
+        points = np.repeat(self.m[None], self.n, 0)
         points[:, self._is_free] += self._cloud.stretch(normals) * self.width[self._is_free]
         if not self._batches:
             # m itself is judged, because w adapts to its violation.
             points[0] = self.m
-            if self._repair is not None and self._n > 1:
+            if self._repair is not None and self.n > 1:
                 points[1] = self.m + self._generator.uniform(*_OVERSHOOT) * self._repair
         if self.walls is not None:
             if self._cloud.radius > _CHALLENGE_RADIUS:
@@ -207,17 +171,16 @@ class Hopper:
         `points` include the malicious ones. `lower` is infinite for excluded particles.
         """
         self.has_upper = upper is not None
-        if upper is None:  # CBO: L is the objective, and every point is feasible
-            upper = lower
-            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        lower, upper = _as_levels(lower, upper)
         self._batches.append((points, lower, upper))
         self._count(points, lower)
         if self._cloud is None and np.isfinite(lower).any():
             self._consider(points, lower, self._violation(lower), upper)
+            is_complete = len(self._batches) == self._batches_needed
             is_focus = self._is_scouting and not self.searches
-            if is_focus and len(self._batches) == self._batches_needed:
+            if is_focus and is_complete:
                 points, lower, upper = map(np.concatenate, zip(*self._batches, strict=True))
-            if not is_focus or len(self._batches) == self._batches_needed:
+            if not is_focus or is_complete:
                 candidate = self._candidate(points, lower, upper)
                 if self.searches:
                     self.search_from = candidate
@@ -253,23 +216,18 @@ class Hopper:
     @property
     def rival(self) -> float:
         """Largest objective of the end of a local search that may be the best one."""
-        if not self.ends:
-            return math.inf
-        return self.best.upper + _RIVAL * self._upper_scale
+        return self.best.upper + _RIVAL * self._upper_scale if self.ends else math.inf
 
     def add_search(self, found: Found) -> None:
         """Receive the end of a local search, and its evaluated points."""
-        lower, upper = found.lower, found.upper
-        lowers = found.lowers
-        if not self.has_upper:
-            lower = 0.0
-            lowers = np.where(np.isfinite(lowers), 0.0, np.inf)
+        is_useful = found.is_settled or found.is_unfinished
+        lowers = found.lowers if self.has_upper else _as_levels(found.lowers, None)[0]
         self._count(found.points, lowers)
         self.extra += len(found.points)
-        is_useful = found.is_settled or found.is_unfinished
         self._failures = 0 if is_useful else self._failures + 1
         is_global = self._cloud is not None and not self._is_scouting
-        end = End(found.x, lower, upper, found.x, 0.0, found.is_settled, is_global)
+        lower = found.lower if self.has_upper else 0.0
+        end = End(found.x, lower, found.upper, found.x, 0.0, found.is_settled, is_global)
         self.ends.append(end)
         if self._cloud is not None and not found.is_settled:
             self._is_refined = True  # the ensemble goes on to its collapse
@@ -278,9 +236,7 @@ class Hopper:
 
     def add_rest(self, points: Array, lower: Array, upper: Array | None) -> None:
         """Receive points of a last step that is too short to move m."""
-        if upper is None:
-            upper = lower
-            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        lower, upper = _as_levels(lower, upper)
         self.extra += len(points)
         self._count(points, lower)
         if np.isfinite(lower).any():
@@ -288,9 +244,7 @@ class Hopper:
 
     def add_own(self, points: Array, lower: Array, upper: Array | None) -> None:
         """Receive points that a user evaluated; the best one is an end."""
-        if upper is None:
-            upper = lower
-            lower = np.where(np.isfinite(upper), 0.0, np.inf)
+        lower, upper = _as_levels(lower, upper)
         spent = (self.evaluated, self._spent.copy())
         self._count(points, lower)
         self.evaluated, self._spent = spent  # they are not part of the budget
@@ -325,14 +279,10 @@ class Hopper:
         cubes, lowers, uppers = self._archive[:, :-2], self._archive[:, -2], self._archive[:, -1]
         violation = self._violation(lowers)
         self._num_candidates += 1
-        order = np.lexsort((uppers, violation))
-        if self._num_candidates % 2 == 0:
-            order = np.lexsort((violation, self._merit(violation, uppers)))
-            if self._goal < math.inf:
-                order = self._challenge_order(violation, uppers)
+        order = self._order(violation, uppers, l_alone=self._num_candidates % 2 == 1)
         rank = np.empty(len(order), dtype=int)
         rank[order] = np.arange(len(order))
-        if self._has_first and self.evaluated == len(points):
+        if self.has_first and self.evaluated == len(points):
             return np.array(points[0])
         count = len(order)
         radius = 0.5 * min(1.0, 2 * math.log(count) / count) ** (1 / max(1, self._is_free.sum()))
@@ -352,7 +302,7 @@ class Hopper:
         self._recent = []
         self._goal = math.inf
         self._is_near = False
-        generation = max(4, self._n + self._num_malicious)
+        generation = max(4, self.n + self.num_malicious)
         self._cloud = Cloud(int(self._is_free.sum()), generation // 2, _FOCUS_STEP)
 
     def _end_ensemble(self) -> None:
@@ -371,7 +321,7 @@ class Hopper:
         is_lower = current.lower < min((end.lower for end in ends), default=math.inf) - tolerance
         if self._is_attained or is_lower or not ends:
             ends.append(current)
-        least = min(end.lower for end in ends) + self._delta_q + tolerance
+        least = min(end.lower for end in ends) + self.delta_q + tolerance
         return sorted(ends, key=lambda end: (max(0.0, end.lower - least), end.upper))
 
     @property
@@ -385,11 +335,6 @@ class Hopper:
         return _NUM_AGREEING if self.has_upper else _NUM_AGREEING_WITHOUT_G
 
     @property
-    def num_scouts_needed(self) -> int:
-        """Uniform points behind a success: a basin of 1 / (200 d) of the box has five of them."""
-        return _SCOUTS_PER_DIM * len(self.width)
-
-    @property
     def is_trusted(self) -> bool:
         """Return whether searches agree, and uniform points led to no better end."""
         if not self.num_ensembles or self.num_scouts < self.num_scouts_needed:
@@ -397,7 +342,7 @@ class Hopper:
         best = self.best
         if self.num_agreeing(best) < self.num_needed:
             return False
-        is_agreed = self._by_value or self.num_agreeing(best, only_global=True) >= self.num_needed
+        is_agreed = self.by_value or self.num_agreeing(best, only_global=True) >= self.num_needed
         return is_agreed or self.num_single <= _MAX_SINGLE * sum(end.settled for end in self.ends)
 
     @property
@@ -420,13 +365,12 @@ class Hopper:
         return distinct
 
     def num_agreeing(self, best: End, *, only_global: bool = False) -> int:
-        """Count the ensembles and local searches that ended at the same point or value."""
-        if self._by_value:
+        """Count the searches that ended at the same point or value."""
+        if self.by_value:
             lower = best.lower + self.lower_tolerance
             upper = best.upper + _RIVAL * self._upper_scale
-            return sum(
-                end.settled and end.lower <= lower and end.upper <= upper for end in self.ends
-            )
+            ends = [end for end in self.ends if end.settled]
+            return sum(end.lower <= lower and end.upper <= upper for end in ends)
         if self._table[0] != len(self.ends):
             rows = [[*end.x, end.settled, end.settled and end.is_global] for end in self.ends]
             self._table = (len(self.ends), np.array(rows, dtype=float))
@@ -439,14 +383,12 @@ class Hopper:
     @property
     def lower_tolerance(self) -> float:
         """Difference of L that does not count between two ends, at least that of rounding."""
-        if self._is_attained or (self._is_exact and self._least == 0):
+        if self._is_attained or (self.is_exact and self._least == 0):
             return self._rounding
         return max(self._rounding, _L_TOLERANCE * self._scale)
 
     def _current(self, settled: bool = False) -> End:
-        radius = 1.0
-        if self._cloud is not None:
-            radius = self._cloud.radius
+        radius = 1.0 if self._cloud is None else self._cloud.radius
         values = (self._x_lower, self._x_upper)
         return End(self._x, *values, self.m, radius, settled, not self._is_scouting)
 
@@ -467,13 +409,14 @@ class Hopper:
         if self.ends and self.has_upper:
             self._goal = self.best.upper - _CHALLENGE * self._upper_scale
         self._cloud = None
+        self._recent = []
         self._repair: Array | None = None
         self._batches = []
         particles = _START_FACTOR * default_num_particles(len(self.low)) * self._frozen
-        self._batches_needed = max(1, round(particles / self._n))
+        self._batches_needed = max(1, round(particles / self.n))
         if self._is_scouting:
             self._batches_needed = 1 if self.searches else _FOCUS_BATCHES
-        self.count = self._batches_needed * self._n
+        self.count = self._batches_needed * self.n
         self._has_ended = False
         self.m = self.low + self.width / 2
         self._x = self.m
@@ -486,12 +429,10 @@ class Hopper:
         # for L.
         count = max(1, int(_START_SHARE * len(points)))
         level = np.partition(violation, count - 1)[count - 1]
-        excess = violation
-        if level < math.inf:
-            excess = np.maximum(violation - level, 0)
+        excess = np.maximum(violation - level, 0) if level < math.inf else violation
         order = np.lexsort((upper, excess))
         if self._is_challenging:
-            order = self._challenge_order(violation, upper)
+            order = self._order(violation, upper)
         is_finite = np.isfinite(violation)
         if not is_finite.any():  # draw another first ensemble
             self.has_value = bool(self.ends) or np.isfinite(self._least)
@@ -503,25 +444,22 @@ class Hopper:
         slope = _spread(violation)
         self._weight = _spread(upper) / slope if slope > 0 else 1.0
 
-        self._recent = []
-        generation = max(4, (self._n + self._num_malicious) * self._frozen)
+        generation = max(4, (self.n + self.num_malicious) * self._frozen)
         self._batches_needed = self._frozen
         self._cloud = Cloud(int(self._is_free.sum()), generation // 2)
 
     def _hop(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Adapt w, and move m and the distribution of the particles."""
         is_finite = np.isfinite(violation)
-        l_alone = self._wants_l_alone()
+        # L alone counts as the budget ends without a set of minimisers.
+        share = 0.0 if self._is_attained else self.evaluated / self.budget
+        l_alone = share > _LAST or (share > _LATE and self._late_generations > 0)
         if l_alone:
             self._late_generations -= 1
         elif not self._is_challenging:
             self._adapt_weight(violation)
+        order = self._order(violation, upper, l_alone=l_alone)
         merit = self._merit(violation, upper)
-        order = np.lexsort((violation, merit))
-        if l_alone:
-            order = np.lexsort((upper, violation))
-        elif self._is_challenging:
-            order = self._challenge_order(violation, upper)
         self._consider(points, lower, violation, upper)
 
         cloud = self._cloud
@@ -529,9 +467,8 @@ class Hopper:
         half = order[: len(cloud.weights)]
         free = self._is_free
         offsets = (points - self.m)[:, free] / self.width[free]
-        self._repair = None
-        if is_finite.all():  # a wall is no slope
-            self._repair = self._newton_step(offsets, violation)
+        # A wall is no slope.
+        self._repair = self._newton_step(offsets, violation) if is_finite.all() else None
         self.m = self.m.copy()
         self.m[free] += cloud.update(offsets[half]) * self.width[free]
         if self.walls is not None:
@@ -552,7 +489,8 @@ class Hopper:
         count = round(10 + 30 * len(self.m) / len(points))
         recent = np.array(self._recent[-count:])
         is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
-        if self._is_hopeless(cloud):
+        is_converged = self._is_scouting and cloud.radius <= _AGREEMENT
+        if is_converged and self.best.x is not self._x:  # ends at a worse point than another one
             self._end_ensemble()
         elif cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
@@ -560,19 +498,17 @@ class Hopper:
         elif self.searches and not self._is_refined and cloud.radius <= _COARSE:
             self.search_from = self._x
 
-    def _is_hopeless(self, cloud: Cloud) -> bool:
-        """Return whether an ensemble about one point ends at a worse point than another one."""
-        if not self._is_scouting or cloud.radius > _AGREEMENT:
-            return False
-        return self.best.x is not self._x
-
     @property
     def _is_challenging(self) -> bool:
         return self._goal < math.inf
 
-    def _challenge_order(self, violation: Array, upper: Array) -> NDArray[np.intp]:
-        """Sort particles by L among those with a smaller G."""
-        return np.lexsort((violation, np.maximum(upper - self._goal, 0.0)))
+    def _order(self, violation: Array, upper: Array, *, l_alone: bool = False) -> NDArray[np.intp]:
+        """Sort particles by L alone, by L among those with a smaller G, or by G + w V."""
+        if l_alone:
+            return np.lexsort((upper, violation))
+        if self._is_challenging:
+            return np.lexsort((violation, np.maximum(upper - self._goal, 0.0)))
+        return np.lexsort((violation, self._merit(violation, upper)))
 
     def _adapt_weight(self, violation: Array) -> None:
         """Let w grow or fall by the violation of m and of the particles around it."""
@@ -591,25 +527,15 @@ class Hopper:
 
     def _newton_step(self, offsets: Array, violation: Array) -> Array | None:
         """Return the step to V = 0 by the linear regression of V, or None at V(m) = 0."""
-        cloud = self._cloud
-        assert cloud is not None
-        if violation[0] == 0:
-            return None
+        assert self._cloud is not None
         slope = (violation - violation.mean()) @ offsets / len(violation)
-        whitened = cloud.whiten(slope)
+        whitened = self._cloud.whiten(slope)
         steepness = float(whitened @ whitened)
-        if steepness <= 0:
+        if violation[0] == 0 or steepness <= 0:
             return None
         step = np.zeros_like(self.m)
         step[self._is_free] = -violation[0] / steepness * slope * self.width[self._is_free]
         return step
-
-    def _wants_l_alone(self) -> bool:
-        """Return whether L alone counts, as the budget ends without a set of minimisers."""
-        if self._is_attained:
-            return False
-        share = self.evaluated / self.budget
-        return share > _LAST or (share > _LATE and self._late_generations > 0)
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Replace the best judged point by a better one."""
@@ -635,12 +561,19 @@ class Hopper:
         """Compute V = sqrt(L - min L - delta_q)."""
         if not np.isfinite(self._least):
             return np.full_like(lower, np.inf)
-        least = self._least + self._delta_q + self._rounding
+        least = self._least + self.delta_q + self._rounding
         return np.sqrt(np.maximum(lower - least, 0.0))
 
     @property
     def _rounding(self) -> float:
         return _ROUNDING * abs(self._least) + self._tie * self._scale
+
+
+def _as_levels(lower: Array, upper: Array | None) -> tuple[Array, Array]:
+    """Return L and G; without G, L is the objective, and every point is feasible (CBO)."""
+    if upper is not None:
+        return lower, upper
+    return np.where(np.isfinite(lower), 0.0, np.inf), lower
 
 
 def _spread(values: Array) -> float:

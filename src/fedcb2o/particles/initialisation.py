@@ -1,16 +1,11 @@
-"""Start of `minimize`: seeds, clusters, start box and first ensembles.
-
-Example:
-    >>> resolve_seeds(3, runs=2)
-    [3, 4]
-"""
+"""Start of `minimize`: seeds, clusters, start box and first ensembles."""
 
 import dataclasses
 import itertools
 import logging
 import secrets
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -41,50 +36,32 @@ class Stop(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class OutputShape:
-    """Leading axes of the result."""
+class Start:
+    """A problem with the first ensembles of all runs."""
 
-    # Whether the axis of runs is dropped.
-    single_run: bool
-    # Whether the axis of clusters is dropped.
-    single_cluster: bool
+    system: System
+    theta: Tensor  # first ensembles [runs, n, d]; the steps change them in place
+    seeds: list[int]
+    single_run: bool  # whether the axis of runs is dropped from the result
+    single_cluster: bool  # whether that of clusters is
+    box: _Box | None  # box in which later ensembles start; None for that of the run's first one
+    extent: _Box  # smallest and largest coordinates of the first benign particles [runs, d]
+    is_fixed: bool  # whether the bounds leave a single point
+    # Whether the first particle is x0, and local searches by derivatives are allowed.
+    has_first: bool = False
+    finish: bool = False
+    maxfev: int | None = None
 
     def squeeze_runs(self, values: Tensor) -> Any:
         """Drop the axis of a single run; a value without other axes becomes a plain number."""
         if not self.single_run:
             return values
-        if values.ndim == 1:
-            return values.item()
-        return values[0]
+        return values.item() if values.ndim == 1 else values[0]
 
     def squeeze(self, values: Tensor, runs: int = 0, clusters: int = 1) -> Tensor:
         """Drop the axes of a single run and of a single cluster."""
-        if self.single_cluster:
-            values = values.squeeze(clusters)
-        if self.single_run:
-            values = values.squeeze(runs)
-        return values
-
-
-@dataclasses.dataclass(frozen=True)
-class Start:
-    """A problem with the first ensembles of all runs."""
-
-    system: System
-    # First ensembles [runs, n, d]; the steps change them in place.
-    theta: Tensor
-    seeds: list[int]
-    shape: OutputShape
-    # Box in which later ensembles start; None for that of the run's first one.
-    box: _Box | None
-    # Smallest and largest coordinates of the first benign particles [runs, d].
-    extent: _Box
-    # Whether the bounds leave a single point.
-    is_fixed: bool
-    # Whether the first particle is x0, and local searches by derivatives are allowed.
-    has_first: bool = False
-    finish: bool = False
-    maxfev: int | None = None
+        values = values.squeeze(clusters) if self.single_cluster else values
+        return values.squeeze(runs) if self.single_run else values
 
     def ensembles(self) -> Ensembles:
         """Return the state before the first step."""
@@ -92,35 +69,15 @@ class Start:
             0,
             self.theta,
             torch.arange(len(self.seeds)),
-            Streams(self.seeds, self.theta.shape[-1], self.theta),
+            Streams(self.seeds, self.theta),
             torch.zeros(len(self.seeds), dtype=torch.long),
         )
-
-
-@runtime_checkable
-class _Dynamics(Protocol):
-    """The part of the dynamics that the first ensembles depend on."""
-
-    def default_num_particles(self, dim: int) -> int:
-        """Return the default number of particles of a cluster."""
-
-    @property
-    def needs_gradient(self) -> bool:
-        """True if a step uses the gradient of L."""
-
-    @property
-    def can_split(self) -> bool:
-        """True if particles at one point may move apart."""
-
-    @property
-    def keeps_x0(self) -> bool:
-        """True if the first particle starts at x0 itself."""
 
 
 def start_runs(
     functions: tuple[Any, Any, Any],
     dim: Any,
-    dynamics: _Dynamics,
+    dynamics: Any,
     seed: Seed | Sequence[int],
     *,
     bounds: Any,
@@ -145,11 +102,27 @@ def start_runs(
     settings.check_choices({"`dtype`": (dtype, (torch.float64, torch.float32))})
     settings.check_memory(runs or 1, 1, dim or 1)
     device = settings.check_device(device)
-    groups = check_adversaries(adversaries)
+    groups: list[Any] = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
+    for group in groups:
+        if not isinstance(group, Adversary):
+            raise ConfigError(
+                "`adversaries` must be an Adversary or a list of them, got a"
+                f" {type(group).__name__}: a function that moves particles goes into"
+                " fedcb2o.Adversary(function, num_particles)"
+            )
     single_run = runs is None and not has_many_seeds(seed)
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
-        initial = check_ensemble(initial, len(seeds))
+        initial = _array("`initial`", initial)
+        shape = [*initial.shape]
+        if len(shape) not in (2, 3) or not shape[-1]:
+            raise ConfigError(
+                f"`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape {shape}"
+            )
+        if len(shape) == 3 and shape[0] != len(seeds):
+            raise ConfigError(
+                f"`initial` has ensembles for {shape[0]} runs, there are {len(seeds)}"
+            )
     is_default = num_particles is None and not isinstance(initial, Tensor)
     if is_default and dim is not None:  # before a box of a great many coordinates
         settings.check_memory(len(seeds), dynamics.default_num_particles(dim), dim)
@@ -161,8 +134,7 @@ def start_runs(
         default = min(default, max(2, maxfev // 2))
     lower, upper, gradient = functions
     # A gradient that no term reads would cost a backward pass in each step.
-    if not dynamics.needs_gradient:
-        gradient = False
+    gradient = gradient if dynamics.needs_gradient else False
     clusters = build_clusters(lower, upper, gradient, num_particles, initial, default)
     num_benign = clusters[-1].rows.stop
     theta = draw_ensembles(initial, box, num_benign, groups, seeds).to(device, dtype)
@@ -176,7 +148,7 @@ def start_runs(
         raise ConfigError(
             "all particles start at one point, and agree before the first step: spread `initial`"
         )
-    total = theta.shape[1] * (1 if len(clusters) == 1 else len(clusters)) + len(clusters)
+    total = theta.shape[1] * len(clusters) + len(clusters)
     if maxfev is not None and total > maxfev:
         raise ConfigError(
             f"`maxfev` = {maxfev} is too small: the first ensemble and x need {total} evaluations;"
@@ -187,10 +159,11 @@ def start_runs(
         theta[:, 0] = _point("`x0`", x0, len(box[0])).to(theta)
     extent = theta[:, :num_benign].aminmax(dim=1)
     return Start(
-        System(theta, clusters, groups, flat=single_run, bounds=walls),
+        System(theta, clusters, groups, flat=single_run, bounds=walls, radius=dynamics.radius),
         theta,
         seeds,
-        OutputShape(single_run, callable(lower)),
+        single_run,
+        callable(lower),
         None if initial is not None else box,
         (extent.min, extent.max),
         is_fixed,
@@ -209,61 +182,28 @@ def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
     """Return the seed of every run.
 
     A single seed, or a generator's, is that of the first run, and consecutive numbers follow.
-    Without `runs` there is one. Their number must match a sequence of seeds.
     """
-    if not has_many_seeds(seed):
-        first = _draw_seed(seed)
-        return [first + run for run in range(runs or 1)]
-
-    items: Any = to_python(seed)
-    seeds = [settings.check_count("`seed`", item, least=None) for item in items]
-    if (runs is not None and len(seeds) != runs) or not seeds:
-        raise ConfigError(
-            f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first"
-            " alone"
-        )
-    return seeds
-
-
-def _draw_seed(seed: Any) -> int:
-    """Return a seed, or draw one from a generator or the system."""
-    if seed is None:
-        return secrets.randbits(63)
-    if isinstance(seed, np.random.Generator):
-        return int(seed.integers(2**63))
-    if isinstance(seed, np.random.RandomState):
-        return int(seed.randint(2**63 - 1, dtype=np.int64))
-    if isinstance(seed, torch.Generator):
-        return int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
-    return settings.check_count("`seed`", seed, least=None)
-
-
-def check_adversaries(adversaries: Adversary | Sequence[Adversary]) -> list[Adversary]:
-    """Return the adversaries as a list."""
-    groups: list[Any] = [adversaries]
-    if isinstance(adversaries, Sequence):
-        groups = list(adversaries)
-    for group in groups:
-        if not isinstance(group, Adversary):
+    if has_many_seeds(seed):
+        items: Any = to_python(seed)
+        seeds = [settings.check_count("`seed`", item, least=None) for item in items]
+        if (runs is not None and len(seeds) != runs) or not seeds:
             raise ConfigError(
-                "`adversaries` must be an Adversary or a list of them, got a"
-                f" {type(group).__name__}: a function that moves particles goes into"
-                " fedcb2o.Adversary(function, num_particles)"
+                f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first"
+                " alone"
             )
-    return groups
+        return seeds
 
-
-def check_ensemble(initial: Any, runs: int) -> Tensor:
-    """Return a first ensemble [n, d], or one per run [runs, n, d], as a tensor in float64."""
-    ensemble = _array("`initial`", initial)
-    if ensemble.ndim not in (2, 3) or not ensemble.shape[-1]:
-        raise ConfigError(
-            "`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape"
-            f" {[*ensemble.shape]}"
-        )
-    if ensemble.ndim == 3 and len(ensemble) != runs:
-        raise ConfigError(f"`initial` has ensembles for {len(ensemble)} runs, there are {runs}")
-    return ensemble
+    if seed is None:
+        first = secrets.randbits(63)
+    elif isinstance(seed, np.random.Generator):
+        first = int(seed.integers(2**63))
+    elif isinstance(seed, np.random.RandomState):
+        first = int(seed.randint(2**63 - 1, dtype=np.int64))
+    elif isinstance(seed, torch.Generator):
+        first = int(torch.randint(2**63 - 1, (), generator=seed, device=seed.device))
+    else:
+        first = settings.check_count("`seed`", seed, least=None)
+    return [first + run for run in range(runs or 1)]
 
 
 def build_clusters(
@@ -278,13 +218,9 @@ def build_clusters(
 
     Each of the arguments is one for all clusters or one per cluster. A `gradient` of None means
     autograd, of False no gradient. By default the particles are a share of `initial`, or `default`
-    without an ensemble. Numbers that do not fit together are a ConfigError.
+    without an ensemble.
     """
-    lowers: list[Objective] = []
-    if callable(lower):
-        lowers.append(lower)
-    else:
-        lowers += lower
+    lowers: list[Objective] = [lower] if callable(lower) else list(lower)
     k = len(lowers)
     if not k:
         raise ConfigError("`lower` must be an objective, or one for each cluster, got none")
@@ -335,8 +271,7 @@ def build_box(
 
     The box is x0 +- spread within the bounds. Where both bounds of a coordinate are finite, it is
     by default the interval between them, and otherwise as near to [-3, 3] as the bounds allow. The
-    bounds are None, or infinite at open sides. Arguments that do not fit together, and an unknown
-    d, are a ConfigError.
+    bounds are None, or infinite at open sides.
     """
     if initial is not None and not (x0 is None and spread is None):
         raise ConfigError(
@@ -344,9 +279,7 @@ def build_box(
             " the other"
         )
     # 1. Read d from `x0` or `initial`.
-    middle = None
-    if x0 is not None:
-        middle = _point("`x0`", x0, dim)
+    middle = None if x0 is None else _point("`x0`", x0, dim)
     for name, source in (("`x0` has", middle), ("`initial` has points of", initial)):
         if isinstance(source, Tensor):
             if dim not in (None, source.shape[-1]):
@@ -378,9 +311,7 @@ def build_box(
     box = (torch.maximum(low, middle - far), torch.minimum(high, middle + far))
     if not (box[1] - box[0]).isfinite().all():
         raise ConfigError(f"`spread` = {spread} is too large: the box has no finite width")
-    if bounds is None:
-        return None, box
-    return (low, high), box
+    return None if bounds is None else (low, high), box
 
 
 def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
@@ -399,7 +330,10 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
         if len(bounds) == 1:
             bounds = bounds[0]
 
-    pairs = _array("`bounds`", _replace_none(bounds))
+    items = np.array(bounds, dtype=object) if isinstance(bounds, Sequence) else bounds
+    if isinstance(items, np.ndarray) and items.dtype == object and items.shape[-1:] == (2,):
+        bounds = np.where(items == np.array(None), (-np.inf, np.inf), items).tolist()
+    pairs = _array("`bounds`", bounds)
     if pairs.shape == (2,) and dim is not None:
         pairs = pairs.expand(dim, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or dim not in (None, len(pairs)):
@@ -418,58 +352,38 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     return low, high
 
 
-def _replace_none(bounds: Any) -> Any:
-    """Return bounds with infinity in place of None."""
-    is_object_array = isinstance(bounds, np.ndarray) and bounds.dtype == object
-    if not (isinstance(bounds, Sequence) or is_object_array):
-        return bounds
-    pairs: Any = np.array(bounds, dtype=object)
-    if pairs.shape[-1:] != (2,):
-        return bounds
-    return np.where(pairs == np.array(None), (-np.inf, np.inf), pairs).tolist()
-
-
 def _point(name: str, value: Any, dim: int | None) -> Tensor:
     """Return one number per coordinate [d]; a single number counts for all."""
     point = _array(name, value)
-    if point.ndim > 1:
-        raise ConfigError(
-            f"{name} must be a point [d] of finite numbers, got the shape {[*point.shape]}, and an"
-            " ensemble is `initial`"
-        )
-    if not point.isfinite().all():
-        raise ConfigError(f"{name} must be a point [d] of finite numbers, got {point.tolist()}")
-    if not point.ndim:
-        return point.expand(dim or 1)
-    return point
+    if point.ndim > 1 or not point.isfinite().all():
+        got: Any = point.tolist()
+        if point.ndim > 1:
+            got = f"the shape {[*point.shape]}, and an ensemble is `initial`"
+        raise ConfigError(f"{name} must be a point [d] of finite numbers, got {got}")
+    return point if point.ndim else point.expand(dim or 1)
 
 
 def draw_ensembles(
-    initial: Any,
-    box: _Box,
-    num_benign: int,
-    adversaries: Sequence[Adversary],
-    seeds: Sequence[int],
+    initial: Any, box: _Box, num_benign: int, adversaries: Sequence[Adversary], seeds: Sequence[int]
 ) -> Tensor:
-    """Return the first ensemble of every run, benign particles first.
+    """Return the first ensemble of every run [runs, n, d], benign particles first.
 
-    The particles of each adversary follow. They are [runs, n, d] in float64. `initial` is an
-    ensemble, a sampler, or None for the uniform distribution in the box. A wrong shape, a
-    coordinate that is not finite, and too little memory are a ConfigError.
+    `initial` is an ensemble, a sampler, or None for the uniform distribution in the box.
     """
-    low, high = box
+    low, high = (side.numpy() for side in box)
     dim = len(low)
+
+    def uniform(generator: np.random.Generator, n: int, dim: int) -> np.ndarray:
+        return generator.uniform(low, high, (n, dim))
+
+    sampler = initial if callable(initial) else uniform
     num_malicious = sum(adversary.num_particles for adversary in adversaries)
     settings.check_memory(len(seeds), num_benign + num_malicious, dim)
 
     def draw(purpose: str, n: int) -> Tensor:
         ensembles = []
         for seed in seeds:
-            generator = stream(seed, "particles", purpose)
-            if callable(initial):
-                points = initial(generator, n, dim)
-            else:
-                points = generator.uniform(low.numpy(), high.numpy(), (n, dim))
+            points = sampler(stream(seed, "particles", purpose), n, dim)
             ensembles.append(_array("the result of the sampler `initial`", points))
             if ensembles[-1].shape != (n, dim):
                 raise ConfigError(
@@ -482,7 +396,6 @@ def draw_ensembles(
         parts = [initial.expand(len(seeds), -1, -1)]
     else:
         parts = [draw("initial", num_benign)]
-
     for k, adversary in enumerate(adversaries):
         if adversary.initial is None:
             # A stream of its own, so that benign particles are the same with and without the

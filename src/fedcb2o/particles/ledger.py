@@ -2,20 +2,7 @@
 
 A point is settled by one value, unless there are several workers and a repeat pays: if the value
 would be the best one so far, if its worker is suspicious, and for a small random share. Repeats go
-to other workers. Two equal
-values settle a point, and prove a third one wrong. A worker's suspicion is the share of its checked
-values that were wrong, with one right value in four assumed beforehand.
-
-Example:
-    >>> ledger = Ledger(share=0.0)
-    >>> ledger.open(np.zeros((2, 2)))
-    >>> ledger.hand_out(1, "a"), ledger.hand_out(1, "b")
-    ([0], [1])
-    >>> ledger.add(0, "a", np.array([1.0])); ledger.is_settled(0)
-    False
-    >>> ledger.add(0, "b", np.array([5.0])); ledger.add(0, "c", np.array([1.0]))
-    >>> ledger.is_settled(0), ledger.suspicion("b") > ledger.suspicion("a")
-    (True, True)
+to other workers. Two equal values settle a point, and prove a third one wrong.
 """
 
 from collections import Counter
@@ -28,6 +15,7 @@ from fedcb2o.rng import stream
 
 _EQUAL = 1e-6  # relative difference of two values of one point that is rounding
 _SUSPICIOUS = 0.25  # suspicion from which every value of a worker is repeated
+_REPEATED_SHARE = 0.05  # random share of the points of unsuspicious workers that are repeated
 _PRIOR = (0.2, 4.0)  # wrong and checked values assumed of a new worker
 _MAX_HOLDERS = 2  # workers that have a point without a value at the same time
 _MAX_VALUES = 5  # values after which the median settles a point, as those of noisy functions differ
@@ -36,10 +24,8 @@ _MAX_VALUES = 5  # values after which the median settles a point, as those of no
 class Ledger:
     """The values of the points of one request, and the record of each worker."""
 
-    def __init__(self, share: float = 0.05, seed: int = 0) -> None:
-        """Repeat a random share of the points of unsuspicious workers."""
-        self._share = share
-        self._generator = stream(seed, "particles", "repeats")
+    def __init__(self) -> None:
+        self._generator = stream(0, "particles", "repeats")
         self._wrong: Counter[Hashable] = Counter()
         self._checked: Counter[Hashable] = Counter()
         self._best: tuple[float, ...] | None = None
@@ -52,7 +38,7 @@ class Ledger:
         self._values: list[list[tuple[Hashable, Array]]] = [[] for _ in points]
         # Workers that have each point, the latest last.
         self._holders: list[list[Hashable]] = [[] for _ in points]
-        self._is_drawn = self._generator.random(len(points)) < self._share
+        self._is_drawn = self._generator.random(len(points)) < _REPEATED_SHARE
         self._settled: list[Array | None] = [None] * len(points)
         self._rows: dict[bytes, list[int]] = {}
         for row, point in enumerate(points):
@@ -98,18 +84,10 @@ class Ledger:
             if len(self._known) < 2 and self._values[row] and self._settled[row] is None:
                 self._accept(row, self._values[row][-1][1])
 
-    def is_settled(self, row: int) -> bool:
-        """Return whether the value of a point is known."""
-        return self._settled[row] is not None
-
-    @property
-    def is_complete(self) -> bool:
-        """True if all points are settled."""
-        return all(value is not None for value in self._settled)
-
-    def values(self) -> list[Array]:
-        """Return the settled numbers of all points."""
-        return [value for value in self._settled if value is not None]
+    def values(self) -> list[Array] | None:
+        """Return the settled numbers of all points, or None before all are settled."""
+        values = [value for value in self._settled if value is not None]
+        return values if len(values) == len(self._settled) else None
 
     def suspicion(self, worker: Hashable) -> float:
         """Return the share of wrong values of a worker among the checked ones, with a prior."""

@@ -4,10 +4,6 @@ The levels are stages of `minimize`. With two levels without tolerance there is 
 bi-level problem. Otherwise each stage starts at the point of the stage before. An earlier level
 with a tolerance is a constraint, and earlier levels without one are L: the sum of what they are
 above their least values.
-
-Example:
-    >>> parse_tolerance("5%"), parse_tolerance("1 se"), parse_tolerance(0.1)
-    (Tolerance(relative=0.05), Tolerance(errors=1.0), Tolerance(absolute=0.1))
 """
 
 import contextlib
@@ -31,28 +27,21 @@ from fedcb2o.particles.initialisation import has_many_seeds
 from fedcb2o.particles.result import Result
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Tolerance:
     """Largest distance of a level from its least value."""
 
     absolute: float = 0.0
-    # Share of the least value's size.
-    relative: float = 0.0
+    relative: float = 0.0  # share of the least value's size
     # Standard errors of the mean, for a level that returns several values per point.
     errors: float = 0.0
-
-    def __repr__(self) -> str:
-        """Return the kinds that are not 0."""
-        kinds = {name: value for name, value in vars(self).items() if value}
-        return f"Tolerance({', '.join(f'{name}={value}' for name, value in kinds.items())})"
 
 
 def parse_tolerance(value: Any) -> Tolerance:
     """Convert a number, "5%", "1 se" (standard errors) or None to a tolerance."""
     if value is None:
         return Tolerance()
-    kind = "absolute"
-    number = value
+    kind, number = "absolute", value
     if isinstance(value, str):
         match = re.fullmatch(r"\s*(\S+?)\s*(%|se)\s*", value)
         if not match:
@@ -60,8 +49,7 @@ def parse_tolerance(value: Any) -> Tolerance:
                 f'`tolerances` must be numbers, "5%" of the least value or "1 se", standard errors,'
                 f" got {value!r}"
             )
-        number = match[1]
-        kind = "relative" if match[2] == "%" else "errors"
+        kind, number = "relative" if match[2] == "%" else "errors", match[1]
         with contextlib.suppress(ValueError):  # refused below
             number = float(number) / (100 if kind == "relative" else 1)
     checked = settings.check_positive({"tolerances": number}, or_zero=True)["tolerances"]
@@ -71,13 +59,12 @@ def parse_tolerance(value: Any) -> Tolerance:
 class Level:
     """One objective in order; a level with standard errors is the mean of several values."""
 
-    def __init__(self, function: UserFunction, tolerance: Tolerance) -> None:
-        """Take a function of points, of several values per point with standard errors."""
-        self._function = function
+    def __init__(self, function: Any, args: Any, tolerance: Tolerance, errors: str) -> None:
+        several: Any = {"vector": bool(tolerance.errors), "errors": errors}
+        self._function = UserFunction("`lower`", with_args(function, args), **several)
         self.tolerance = tolerance
-        # Largest value that counts as minimal, and a typical excess.
-        self.cap = 0.0
-        self._scale = 0.0
+        self.cap = 0.0  # largest value that counts as minimal
+        self._scale = 0.0  # typical excess
         takes_tensors(self)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -104,6 +91,11 @@ class Level:
     def is_exact(self) -> bool:
         """True without a tolerance."""
         return self.tolerance == Tolerance()
+
+    def as_constraint(self, name: str) -> Constraint:
+        """Return the constraint that the level is at most its cap."""
+        low, high = (torch.tensor([end], dtype=torch.float64) for end in (-torch.inf, self.cap))
+        return Constraint(name, lambda x: self(x).unsqueeze(-1), low, high, torch.tensor([False]))
 
     def excess(self, x: Tensor) -> Tensor:
         """Return what the level is above its cap, in units of the first typical excess."""
@@ -141,13 +133,11 @@ def minimize_in_order(
     tolerances: Any,
     arguments: Mapping[str, Any],
 ) -> EvaluationSteps[Result]:
-    """Minimise each objective among the minimisers of those before.
-
-    `steps` are those of `minimize`, and `arguments` its settings.
-    """
+    """Minimise each objective among the minimisers of those before, by the steps of `minimize`."""
     count = len(lowers)
     parsed = [parse_tolerance(item) for item in _per_level(tolerances, count)]
-    settings.check_functions("`lower`", lowers)
+    for item in lowers:
+        settings.check_function("`lower`", item, "a function, or a list with one for each cluster")
     common = dict(arguments)
     args, errors = common.pop("args"), common["errors"]
     if count == 1 or (count == 2 and parsed[0] == Tolerance()):
@@ -158,15 +148,8 @@ def minimize_in_order(
 
     if common["runs"] is not None or has_many_seeds(common["seed"]):
         raise ConfigError("several levels with tolerances, and more than two, take one run each")
-    levels = [
-        Level(
-            UserFunction(
-                "`lower`", with_args(item, args), vector=bool(tolerance.errors), errors=errors
-            ),
-            tolerance,
-        )
-        for item, tolerance in zip(lowers, parsed, strict=True)
-    ]
+    pairs = zip(lowers, parsed, strict=True)
+    levels = [Level(item, args, tolerance, errors) for item, tolerance in pairs]
     items = parse_constraints(common.pop("constraints"), errors)
     # Without tolerance the first two levels are one stage.
     first = 1 if levels[0].is_exact else 0
@@ -174,28 +157,16 @@ def minimize_in_order(
     started = time.monotonic()
     for k in range(first, count):
         done = levels[:k]
-        capped = [
-            Constraint(
-                f"level {j}",
-                functools.partial(_as_component, level),
-                torch.tensor([-torch.inf], dtype=torch.float64),
-                torch.tensor([level.cap], dtype=torch.float64),
-                torch.tensor([False]),
-            )
-            for j, level in enumerate(done, 1)
-            if not level.is_exact
-        ]
+        named = [(f"level {j}", level) for j, level in enumerate(done, 1)]
+        capped = [level.as_constraint(name) for name, level in named if not level.is_exact]
         exact = [level for level in done if level.is_exact]
         lower: Any = None
-        if k == 1 and exact:
-            lower = levels[0]
-        elif exact:
-            lower = takes_tensors(functools.partial(_total_excess, exact))
+        if exact:  # after the first stage in units of their first excess
+            excess = takes_tensors(functools.partial(_total_excess, exact))
+            lower = levels[0] if k == 1 else excess
         stage = dict(common, constraints=[*items, *capped])
-        dynamics = stage["dynamics"]
-        if k < count - 1 and dynamics in (None, "adaptive"):
-            stage["dynamics"] = Adaptive(agree="value")
-        elif k < count - 1 and isinstance(dynamics, Adaptive):
+        dynamics = Adaptive() if stage["dynamics"] in (None, "adaptive") else stage["dynamics"]
+        if k < count - 1 and isinstance(dynamics, Adaptive):
             stage["dynamics"] = dataclasses.replace(dynamics, agree="value")
         if common["maxfev"] is not None:
             left = common["maxfev"] - sum(result.nfev for result in results)
@@ -228,10 +199,6 @@ def minimize_in_order(
         excluded=sum(result.excluded for result in results),
         seconds=time.monotonic() - started,
     )
-
-
-def _as_component(level: Level, x: Tensor) -> Tensor:
-    return level(x).unsqueeze(-1)
 
 
 def _total_excess(levels: Sequence[Level], x: Tensor) -> Tensor:

@@ -3,18 +3,6 @@
 A search asks for values like every other part of `minimize`. It has an objective without
 constraints, or with a `Constraints` as L. SLSQP runs in a thread of its own, because its functions
 must return; the values come from the generator's caller.
-
-Example:
-    >>> request = EvaluationRequest(torch.zeros(1, 1, 1), lambda x: (x[..., 0] - 0.1) ** 2, None)
-    >>> steps = search_locally(request, np.zeros(1), np.full(1, -1.0), np.full(1, 1.0), None, 50)
-    >>> asked = next(steps)
-    >>> try:
-    ...     while True:
-    ...         asked = steps.send(asked.evaluate())
-    ... except StopIteration as end:
-    ...     found = end.value
-    >>> (round(float(found.x[0]), 6), found.is_settled)
-    (0.1, True)
 """
 
 import dataclasses
@@ -28,9 +16,9 @@ import numpy as np
 import torch
 from scipy import optimize
 
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps
+from fedcb2o.particles.ask_tell import EvaluationSteps
 from fedcb2o.particles.cloud import Array
-from fedcb2o.particles.constraints import Constraints
+from fedcb2o.particles.dynamics import EvaluationRequest
 
 MAX_DIM = 100  # coordinates up to which SLSQP's matrices are small
 _DIFFERENCE = 1.5e-8  # step of the finite differences, relative to the box
@@ -49,12 +37,9 @@ class Found(NamedTuple):
     x: Array
     lower: float
     upper: float
-    # Whether SLSQP converged, to a better point than the first one.
-    is_settled: bool
-    # Whether a better point was found when the limit ended the search.
-    is_unfinished: bool
-    # All points [n, d] with L and G [n].
-    points: Array
+    is_settled: bool  # whether SLSQP converged, to a better point than the first one
+    is_unfinished: bool  # whether a better point was found when the limit ended the search
+    points: Array  # all points [n, d] with L and G [n]
     lowers: Array
     uppers: Array
 
@@ -100,14 +85,14 @@ def search_locally(
             raise _StopError
         return answer
 
-    sides = [(None, None)] * int(is_free.sum())
-    if walls is not None:
-        ends = [(side - first)[is_free] / width[is_free] for side in walls]
-        sides = list(zip(*(end.tolist() for end in ends), strict=True))
+    sides = (
+        [np.full(len(first), side) for side in (-math.inf, math.inf)] if walls is None else walls
+    )
+    ends = [(side - first)[is_free] / width[is_free] for side in sides]
 
     def solve() -> None:
         try:
-            questions.put(_solve(ask, sides, rival))
+            questions.put(_solve(ask, ends[0], ends[1], rival))
         except _StopError:
             questions.put(False)
         except Exception as error:  # raised again in the caller's thread
@@ -131,7 +116,8 @@ def search_locally(
             residuals = np.zeros((len(question), 0))
             if values.upper is not None:
                 upper = values.upper[0].double().cpu().numpy().copy()
-                residuals = _residuals(request)
+                latest = request.lower.latest_residuals  # type: ignore[attr-defined]
+                residuals = latest.reshape(-1, latest.shape[-1]).double().cpu().numpy().copy()
             records.append((theta[0].double().cpu().numpy(), lower, upper))
             is_finite = np.isfinite(upper).all() and np.isfinite(residuals).all()
             answers.put((upper, residuals) if is_finite and np.isfinite(lower).all() else None)
@@ -141,37 +127,23 @@ def search_locally(
     if isinstance(question, Exception):
         raise question
     if not records:
-        inf = math.inf
-        empty = np.zeros(0)
-        return Found(first, inf, inf, False, False, np.zeros((0, len(first))), empty, empty)
+        empty = (np.zeros((0, len(first))), np.zeros(0), np.zeros(0))
+        return Found(first, math.inf, math.inf, False, False, *empty)
 
     points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
     best = np.lexsort((uppers, lowers))[0]
     is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])
     end = (points[best], float(lowers[best]), float(uppers[best]))
-    is_settled = bool(question and is_better)
-    is_unfinished = bool(is_spent and is_better)
-    return Found(*end, is_settled, is_unfinished, points, lowers, uppers)
+    reasons = (bool(question and is_better), bool(is_spent and is_better))
+    return Found(*end, *reasons, points, lowers, uppers)
 
 
-def _residuals(request: EvaluationRequest) -> Array:
-    """Return the scaled residuals [n, m] of the constraints at the latest points."""
-    level = request.lower
-    assert isinstance(level, Constraints)
-    residuals = level.latest_residuals
-    return residuals.reshape(-1, residuals.shape[-1]).double().cpu().numpy().copy()
-
-
-def _solve(ask: _Ask, sides: list[Any], rival: float) -> bool:
+def _solve(ask: _Ask, low: Array, high: Array, rival: float) -> bool:
     """Run SLSQP, and repair its end. Return whether it converged.
 
     An end that is not worse than `rival` is improved by central differences.
     """
-    low, high = (
-        np.array([infinity if side[k] is None else side[k] for side in sides])
-        for k, infinity in ((0, -math.inf), (1, math.inf))
-    )
-    z = np.zeros(len(sides))
+    z = np.zeros(len(low))
     problem = _Differences(ask, low, high)
     gradient, _ = problem.slope(z)
     # The first step is a part of the box, whatever the unit of the objective.
@@ -189,7 +161,7 @@ def _solve(ask: _Ask, sides: list[Any], rival: float) -> bool:
             lambda z: problem.at(z)[0] / scale,
             z,
             jac=lambda z: problem.slope(z)[0] / scale,
-            bounds=sides,
+            bounds=list(zip(low.tolist(), high.tolist(), strict=True)),
             constraints=constraints,
             method="SLSQP",
             options={"ftol": _TOLERANCE, "maxiter": 200 + 20 * len(z)},

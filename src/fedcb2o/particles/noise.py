@@ -3,16 +3,10 @@
 A third or more of a step's time is spent here. On the CPU the normals come from NumPy's SFC64, in
 pieces that stay in the cache, in float32 by Box and Muller's formula and in float64 by the
 ziggurat; on other devices from PyTorch's generator.
-
-Example:
-    >>> normals = Normals([0, 1], "noise", 10, 2, dtype=torch.float64, device=torch.device("cpu"))
-    >>> normals.next().shape
-    torch.Size([2, 10, 2])
 """
 
 import concurrent.futures
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,21 +26,12 @@ _Source = np.random.Generator | torch.Generator
 class Normals:
     """Standard normals [runs, n, d] for one step after the other.
 
-    The normals of a run depend only on its seed, the purpose, n and d. A batch of runs sees the
-    same numbers as its runs one by one, with any number of threads.
+    The normals of a run depend only on its seed, the purpose, n and d, with any number of threads.
+    `like` [..., d] has their d, dtype and device.
     """
 
-    def __init__(
-        self,
-        seeds: Sequence[int],
-        purpose: str,
-        n: int,
-        dim: int,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        """Open the streams."""
+    def __init__(self, seeds: Sequence[int], purpose: str, n: int, like: Tensor) -> None:
+        dim, device = like.shape[-1], like.device
         self._shape = (n, dim)
         size = -(n * dim) % _GROUP + n * dim
         on_cpu = device.type == "cpu"
@@ -60,7 +45,7 @@ class Normals:
             self._block = _BLOCK
             ahead = max(1, min(64, _BLOCK // size, _MAX_BUFFER // (size * len(seeds))))
             threads = torch.get_num_threads()
-        self._buffer = torch.empty(len(seeds), ahead, size, dtype=dtype, device=device)
+        self._buffer = like.new_empty(len(seeds), ahead, size)
 
         starts = range(0, size, self._block)
         self._sources = [
@@ -68,14 +53,14 @@ class Normals:
         ]
         self._threads = threads
         self._used = ahead
-        self._start_threads()
+        self._pool = concurrent.futures.ThreadPoolExecutor(threads)
         self._build_views()
 
     def next(self) -> Tensor:
         """Return the normals of the next step, a view [runs, n, d] that later calls overwrite."""
         if self._used == len(self._steps):
             self._used = 0
-            if self._pool is None or self._buffer.numel() < _MIN_THREADED:
+            if self._threads == 1 or self._buffer.numel() < _MIN_THREADED:
                 _fill(self._work)
             else:
                 shares = [self._work[part :: self._threads] for part in range(self._threads)]
@@ -88,21 +73,6 @@ class Normals:
         self._buffer = self._buffer[list(runs)]
         self._sources = [self._sources[run] for run in runs]
         self._build_views()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without threads and views, which a copy builds anew."""
-        built = ("_pool", "_work", "_steps")
-        return {name: value for name, value in vars(self).items() if name not in built}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._start_threads()
-        self._build_views()
-
-    def _start_threads(self) -> None:
-        self._pool = None
-        if self._threads > 1:
-            self._pool = concurrent.futures.ThreadPoolExecutor(self._threads)
 
     def _build_views(self) -> None:
         """Assign parts of the buffer to sources, and to steps."""
@@ -150,9 +120,7 @@ def _fill(work: Sequence[tuple[Sequence[_Source], Tensor]]) -> None:
 
 
 def _box_muller(sources: Sequence[np.random.Generator], out: NDArray[np.float32]) -> None:
-    """Fill each step with normals (Box and Muller, 1958).
-
-    They are sqrt(-2 log u) cos v and sqrt(-2 log u) sin v.
+    """Fill each step with normals sqrt(-2 log u) cos v and sqrt(-2 log u) sin v.
 
     u has 32 random bits, the last of them set, so that the tails reach 6.6; v has 32.
     """

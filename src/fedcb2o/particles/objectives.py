@@ -3,10 +3,6 @@
 An objective maps an ensemble [..., d] to values [...]. The bi-level problems are those of the CB2O
 literature: García Trillos, Kumar Akash, Li, Riedl and Zhu, "CB2O: Consensus-based bi-level
 optimization" (arXiv 2411.13394). The `lower` of a problem may be one objective per cluster.
-
-Example:
-    >>> circle(torch.tensor([[0.0, 1.0], [0.0, 2.0]])).tolist()
-    [0.0, 9.0]
 """
 
 import dataclasses
@@ -59,9 +55,7 @@ class Problem:
     @property
     def num_clusters(self) -> int:
         """Number of clusters, one per objective in `lower`."""
-        if callable(self.lower):
-            return 1
-        return len(self.lower)
+        return 1 if callable(self.lower) else len(self.lower)
 
 
 def problem(name: str) -> Problem:
@@ -92,94 +86,39 @@ def problems() -> dict[str, Problem]:
         Problems by name.
     """
     root = math.sqrt(0.5)
-    all_problems = (
-        Problem(
-            "circle",
-            "G a paraboloid about (2, 0), L the unit circle",
-            circle,
-            paraboloid(2.0, 0.0),
-            2,
-            (1.0, 0.0),
-            lure=(2.0, 0.0),
-            bad=(-1.0, 0.0),
-        ),
-        Problem(
-            "circle-ackley",
-            "G Ackley's function about a point of the circle, L the unit circle",
-            circle,
-            ackley(root, -root),
-            2,
-            (root, -root),
-            lure=(root, -root),
-            bad=(-1.0, 0.0),
-            settings=_PUBLISHED,
-        ),
-        Problem(
-            "circle-ackley-inside",
-            "G Ackley's function about (1/2, 1/3), L the unit circle",
-            circle,
-            ackley(1 / 2, 1 / 3),
-            2,
-            (0.7817183879, 0.6236315916),
-            lure=(1 / 2, 1 / 3),
-            bad=(-1.0, 0.0),
-            settings=_PUBLISHED,
-        ),
-        Problem(
-            "parabola-ackley",
-            "G Ackley's function about (1/2, 1/3), L the parabola x2 = x1^2",
-            parabola,
-            ackley(1 / 2, 1 / 3),
-            2,
-            (0.5427013393, 0.2945247437),
-            lure=(1 / 2, 1 / 3),
-            bad=(-1.5, 2.25),
-            settings=_PUBLISHED,
-        ),
-        Problem(
-            "waves-1d",
-            "G = |x|, L a sum of waves with many local minima",
-            waves_1d,
-            norm,
-            1,
-            (-2.57,),
-            (-10.0, 10.0),
-            bad=(3.71,),
-            lure=(0.0,),
-            settings=_published_waves(beta=0.15, maxiter=201),
-        ),
-        Problem(
-            "waves-2d",
-            "G = |x|, L waves in both coordinates",
-            waves_2d,
-            norm,
-            2,
-            (-2.97, 0.0),
-            (-10.0, 10.0),
-            lure=(0.0, 0.0),
-            settings=_published_waves(beta=0.10, maxiter=1001),
-        ),
-        Problem(
-            "rastrigin",
-            "no G: Rastrigin's function in 10 dimensions, by CBO",
-            rastrigin,
-            None,
-            10,
-            (0.0,) * 10,
-            settings={"dynamics": Paper(sigma1=4.0, dt=0.05), "maxiter": 1000},
-        ),
-        Problem(
-            "two-circles",
-            "two clusters: L_k the unit circles about (-1.5, 0) and (1.5, 0), G the height x2",
-            (circle_about(-1.5, 0.0), circle_about(1.5, 0.0)),
-            last_coordinate,
-            2,
-            ((-1.5, -1.0), (1.5, -1.0)),
-            bad=(-1.5, 1.0),
-            settings={"dynamics": Paper(lambda2=0.1, sigma2=0.01), "clusters": True},
-        ),
+    circles = (circle_about(-1.5, 0.0), circle_about(1.5, 0.0))
+    lowest = ((-1.5, -1.0), (1.5, -1.0))
+    plain: dict[str, Any] = {}
+    gradient = {"dynamics": Paper(lambda2=0.1, sigma2=0.01), "clusters": True}
+    noise = {"dynamics": Paper(sigma1=4.0, dt=0.05), "maxiter": 1000}
+    square, far = (-3.0, 3.0), (-10.0, 10.0)
+    # fmt: off
+    rows: tuple[tuple[Any, ...], ...] = (
+        ("circle", "G a paraboloid about (2, 0), L the unit circle",
+         circle, paraboloid(2.0, 0.0), 2, (1.0, 0.0), square, (-1.0, 0.0), (2.0, 0.0), plain),
+        ("circle-ackley", "G Ackley's function about a point of the circle, L the unit circle",
+         circle, ackley(root, -root), 2, (root, -root), square, (-1.0, 0.0), (root, -root),
+         _PUBLISHED),
+        ("circle-ackley-inside", "G Ackley's function about (1/2, 1/3), L the unit circle",
+         circle, ackley(1 / 2, 1 / 3), 2, (0.7817183879, 0.6236315916), square, (-1.0, 0.0),
+         (1 / 2, 1 / 3), _PUBLISHED),
+        ("parabola-ackley", "G Ackley's function about (1/2, 1/3), L the parabola x2 = x1^2",
+         parabola, ackley(1 / 2, 1 / 3), 2, (0.5427013393, 0.2945247437), square, (-1.5, 2.25),
+         (1 / 2, 1 / 3), _PUBLISHED),
+        ("waves-1d", "G = |x|, L a sum of waves with many local minima",
+         waves_1d, norm, 1, (-2.57,), far, (3.71,), (0.0,),
+         _published_waves(beta=0.15, maxiter=201)),
+        ("waves-2d", "G = |x|, L waves in both coordinates",
+         waves_2d, norm, 2, (-2.97, 0.0), far, None, (0.0, 0.0),
+         _published_waves(beta=0.10, maxiter=1001)),
+        ("rastrigin", "no G: Rastrigin's function in 10 dimensions, by CBO",
+         rastrigin, None, 10, (0.0,) * 10, square, None, None, noise),
+        ("two-circles",
+         "two clusters: L_k the unit circles about (-1.5, 0) and (1.5, 0), G the height x2",
+         circles, last_coordinate, 2, lowest, square, (-1.5, 1.0), None, gradient),
     )
-    return {item.name: item for item in all_problems}
+    # fmt: on
+    return {row[0]: Problem(*row) for row in rows}
 
 
 def circle(x: Tensor) -> Tensor:
@@ -189,11 +128,7 @@ def circle(x: Tensor) -> Tensor:
 
 def circle_about(*centre: float) -> Objective:
     """Return `circle` about another centre."""
-
-    def objective(x: Tensor) -> Tensor:
-        return circle(x - x.new_tensor(centre))
-
-    return objective
+    return lambda x: circle(x - x.new_tensor(centre))
 
 
 def parabola(x: Tensor) -> Tensor:
@@ -203,11 +138,7 @@ def parabola(x: Tensor) -> Tensor:
 
 def paraboloid(*centre: float) -> Objective:
     """Return the function |x - centre|^2."""
-
-    def objective(x: Tensor) -> Tensor:
-        return (x - x.new_tensor(centre)).square().sum(-1)
-
-    return objective
+    return lambda x: (x - x.new_tensor(centre)).square().sum(-1)
 
 
 def norm(x: Tensor) -> Tensor:

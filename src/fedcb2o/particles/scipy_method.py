@@ -26,7 +26,7 @@ from fedcb2o.user_values import to_array
 
 # Settings with a name of SciPy's own, and `runs`, which has more than one result.
 _NOT_OPTIONS = {
-    *("lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs", "constraints"),
+    *("lower", "dim", "args", "x0", "bounds", "gradient", "callback", "runs", "constraints")
 }
 
 
@@ -87,9 +87,6 @@ def cb2o(
         dynamics = resolve_dynamics(options.get("dynamics"), is_single=True)
         options["dynamics"] = dataclasses.replace(dynamics, xtol=tol)
 
-    if not isinstance(args, tuple):
-        args = (args,)
-
     errors = options.get("errors", "raise")
 
     def convert(name: str, function: Callable[..., Any], *, vector: bool = False) -> UserFunction:
@@ -100,7 +97,14 @@ def cb2o(
 
     def on_step(state: State) -> Any:
         x = state.x.numpy().copy()
-        return _call_callback(callback, x, lambda: objective(state.x[None]).item())  # type: ignore[arg-type]
+        try:
+            names = set(inspect.signature(callback).parameters)  # type: ignore[arg-type]
+        except (TypeError, ValueError):  # a built-in function without a signature
+            names = set()
+        if names != {"intermediate_result"}:
+            return callback(x)  # type: ignore[misc]
+        fun = objective(state.x[None]).item()
+        return callback(intermediate_result=OptimizeResult(x=x, fun=fun))  # type: ignore[misc]
 
     result = minimize(
         objective,
@@ -115,17 +119,6 @@ def cb2o(
     if disp:
         print(result)
     return _to_scipy_result(result)
-
-
-def _call_callback(callback: Callable[..., Any], x: Any, fun: Callable[[], float]) -> Any:
-    """Call a SciPy callback of either kind."""
-    try:
-        names = set(inspect.signature(callback).parameters)
-    except (TypeError, ValueError):  # a built-in function without a signature
-        names = set()
-    if names == {"intermediate_result"}:
-        return callback(intermediate_result=OptimizeResult(x=x, fun=fun()))
-    return callback(x)
 
 
 def _to_scipy_result(result: Result) -> OptimizeResult:

@@ -13,7 +13,6 @@ import dataclasses
 import inspect
 import json
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,9 +22,9 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.particles._minimize import minimize
-from fedcb2o.particles.ask_tell import EvaluationRequest, EvaluationSteps, check_names
+from fedcb2o.particles.ask_tell import EvaluationSteps, check_names
 from fedcb2o.particles.constraints import Constraints
-from fedcb2o.particles.dynamics import Values, to_values
+from fedcb2o.particles.dynamics import EvaluationRequest, Values, to_values
 from fedcb2o.particles.functions import takes_tensors
 from fedcb2o.particles.ledger import Ledger
 from fedcb2o.particles.result import Result
@@ -38,6 +37,15 @@ class Best(NamedTuple):
     x: Tensor
     lower: float
     upper: float
+
+
+class _Told(NamedTuple):
+    """Checked values of points [..., d]."""
+
+    lower: Tensor  # L, or the objective with constraints [...]
+    upper: Tensor | None  # G, if there is one [...]
+    gradient: Tensor | None  # gradient of L, if a step needs it [..., d]
+    constraints: list[Tensor]  # values of the measured constraints [..., m]
 
 
 class Search:
@@ -117,7 +125,6 @@ class Search:
             self._file = path
 
     def __reduce__(self) -> Any:
-        """Return the settings and all values, which rebuild the search."""
         return _rebuild, (self._settings, self._log)
 
     @property
@@ -187,14 +194,27 @@ class Search:
             if self._settings["upper"] and columns:
                 upper = columns.pop(0)
             constraints = columns or constraints
+        at = request.user_points
         if points is not None:
-            self._receive_part(request, lower, upper, constraints, points, worker)
-            return
-        values, entry = self._values(
-            request, request.user_points, lower, upper, gradient, constraints
-        )
+            if request.gradient:
+                raise ConfigError(
+                    "single points have no gradient: tell all points of a step at once"
+                )
+            at = _check_points(points, at)
+        told = self._check(request, at, lower, upper, gradient, constraints)
+        entry: dict[str, Any] = {"lower": told.lower.tolist()}
+        for name, tensor in (("upper", told.upper), ("gradient", told.gradient)):
+            if tensor is not None:
+                entry[name] = tensor.tolist()
+        if told.constraints:
+            entry["constraints"] = [values.tolist() for values in told.constraints]
+        if points is not None:
+            entry |= {"points": at.tolist(), "worker": _check_worker(worker)}
         self._record(entry)
-        self._send(request, values)
+        if points is None:
+            self._send(request, self._values(request, at, told))
+        else:
+            self._add_part(request, at.reshape(-1, at.shape[-1]), told, worker)
 
     def drop(self, worker: str | int) -> None:
         """Forget a worker that is gone: its points go to others.
@@ -218,76 +238,7 @@ class Search:
         """
         return self._ledger.suspicion(worker)
 
-    def _receive_part(
-        self,
-        request: EvaluationRequest,
-        lower: Any,
-        upper: Any,
-        constraints: Any,
-        points: Any,
-        worker: str | int | None,
-    ) -> None:
-        """Receive values of single points, and take a step if they complete it."""
-        if request.gradient:
-            raise ConfigError("single points have no gradient: tell all points of a step at once")
-        like = request.user_points.reshape(-1, request.user_points.shape[-1])
-        rows = to_tensor("`points` holds", points).to(like)
-        if rows.ndim == 1:
-            rows = rows.unsqueeze(0)
-            lower, upper, constraints = _as_one_row(lower, upper, constraints)
-        if rows.ndim != 2 or rows.shape[1] != like.shape[1]:
-            raise ConfigError(
-                f"`points` must be [n, {like.shape[1]}] or one point, got {[*rows.shape]}"
-            )
-        needs_upper = bool(self._settings["upper"])
-        columns = [_check_values("lower", lower, rows[:, 0]).unsqueeze(1)]
-        if needs_upper:
-            columns.append(_check_values("upper", upper, rows[:, 0]).unsqueeze(1))
-        columns += [_measured_values(item, rows) for item in constraints]
-        told = [column.tolist() for column in columns]
-        self._record({"points": rows.tolist(), "columns": told, "worker": _check_worker(worker)})
-        self._add_part(rows, columns, worker)
-
-    def _add_part(self, points: Tensor, columns: list[Tensor], worker: str | int | None) -> None:
-        request = self._pending_request()
-        numbers = torch.cat(columns, 1).double().cpu().numpy()
-        widths = [column.shape[1] for column in columns]
-        for point, value in zip(points.double().cpu().numpy(), numbers, strict=True):
-            rows = self._ledger.rows(point)
-            if not rows:
-                self._add_own(request, point, value, widths)
-            for row in rows:
-                self._ledger.add(row, worker, value)
-        self._widths = widths
-        self._finish_step(request)
-
-    def _finish_step(self, request: EvaluationRequest) -> None:
-        """Take a step if all points are settled."""
-        if self._ledger.is_complete:
-            numbers = np.stack(self._ledger.values())
-            told = self._split(numbers, self._widths, request.user_points)
-            values, _ = self._values(request, request.user_points, *told)
-            self._send(request, values)
-
-    def _add_own(
-        self, request: EvaluationRequest, point: Any, value: Any, widths: list[int]
-    ) -> None:
-        """Keep a point of the user's own, which the next step considers."""
-        points = torch.from_numpy(point[None]).to(request.theta)
-        self._own.append((points, self._split(value[None], widths, points)))
-
-    def _split(self, numbers: Any, widths: list[int], points: Tensor) -> tuple[Any, ...]:
-        """Return L, G, no gradient and the constraints [..., m] from their numbers per point."""
-        ends = np.cumsum(widths)[:-1]
-        parts = [
-            torch.from_numpy(part).to(points).reshape(*points.shape[:-1], -1)
-            for part in np.split(numbers, ends, axis=1)
-        ]
-        lower = parts.pop(0)[..., 0]
-        upper = parts.pop(0)[..., 0] if self._settings["upper"] else None
-        return lower, upper, None, parts
-
-    def _values(
+    def _check(
         self,
         request: EvaluationRequest,
         points: Tensor,
@@ -295,32 +246,65 @@ class Search:
         upper: Any,
         gradient: Any,
         constraints: Any,
-    ) -> tuple[Values, dict[str, Any]]:
-        """Check the values of points; return them, and what a log keeps of them."""
+    ) -> _Told:
         low = _check_values("lower", lower, points[..., 0])
         up = None
-        slope = None
-        level = request.lower
-        entry: dict[str, Any] = {"lower": low.tolist()}
-        if isinstance(level, Constraints):
-            measured = [_measured_values(values, points) for values in constraints]
-            is_single = level.inner is None
-            up = low if is_single else _check_values("upper", upper, points[..., 0])
-            entry |= {"constraints": [values.tolist() for values in measured]}
-            low = level.level(points, measured, None if is_single else low)
-        elif request.upper is not None:
+        if self._settings["upper"]:
             up = _check_values("upper", upper, points[..., 0])
         elif upper is not None:
             raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
-        if up is not None and self._settings["upper"]:
-            entry["upper"] = up.tolist()
+        slope = None
         if request.gradient:
             slope = _check_values("gradient", gradient, points)
-            entry["gradient"] = slope.tolist()
         elif gradient is not None:
             raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
+        return _Told(low, up, slope, [_measured_values(values, points) for values in constraints])
+
+    def _add_part(
+        self, request: EvaluationRequest, points: Tensor, told: _Told, worker: str | int | None
+    ) -> None:
+        """Keep the values of points [n, d] of the step, or of the user's own."""
+        parts = [part for part in (told.lower, told.upper, *told.constraints) if part is not None]
+        columns = [part.reshape(len(points), -1) for part in parts]
+        self._widths = [column.shape[1] for column in columns]
+        numbers = torch.cat(columns, 1).double().cpu().numpy()
+        for k, value in enumerate(numbers):
+            rows = self._ledger.rows(points[k].double().cpu().numpy())
+            if not rows:
+                point = points[k : k + 1]
+                self._own.append((point, self._split(value[None], point)))
+            for row in rows:
+                self._ledger.add(row, worker, value)
+        self._finish_step(request)
+
+    def _finish_step(self, request: EvaluationRequest) -> None:
+        """Take a step if all points are settled."""
+        values = self._ledger.values()
+        if values is not None:
+            points = request.user_points
+            told = self._split(np.stack(values), points)
+            self._send(request, self._values(request, points, told))
+
+    def _split(self, numbers: Any, points: Tensor) -> _Told:
+        """Return the values of points from their numbers [n, m]."""
+        parts = [
+            torch.from_numpy(part).to(points).reshape(*points.shape[:-1], -1)
+            for part in np.split(numbers, np.cumsum(self._widths)[:-1], axis=1)
+        ]
+        lower = parts.pop(0)[..., 0]
+        upper = parts.pop(0)[..., 0] if self._settings["upper"] else None
+        return _Told(lower, upper, None, parts)
+
+    def _values(self, request: EvaluationRequest, points: Tensor, told: _Told) -> Values:
+        """Return the values of points as functions would return them."""
+        low, up = told.lower, told.upper
+        level = request.lower
+        if isinstance(level, Constraints):
+            is_single = level.inner is None
+            low = level(points, told.constraints, None if is_single else low)
+            up = told.lower if is_single else up
         theta = points.reshape(-1, *points.shape[-2:])
-        return to_values(theta, low, up, slope, radius=request.radius), entry
+        return to_values(theta, low, up, told.gradient, radius=request.radius)
 
     def _send(self, request: EvaluationRequest, values: Values) -> None:
         """Take a step with the values of all points."""
@@ -330,7 +314,7 @@ class Search:
             if isinstance(lower, Constraints):  # it remembers the points of its latest call
                 lower = copy.copy(lower)
             at_points = dataclasses.replace(request, lower=lower)
-            own, _ = self._values(at_points, points, *told)
+            own = self._values(at_points, points, told)
             self._consider(points[None], own)
             request.own.append((points, own))
         self._own = []
@@ -347,7 +331,6 @@ class Search:
         self._ledger.open(points.reshape(-1, points.shape[-1]).double().cpu().numpy())
 
     def _consider(self, theta: Tensor, values: Values) -> None:
-        """Keep the best point."""
         lower = values.lower.flatten()
         upper = lower if values.upper is None else values.upper.flatten()
         row = int(np.lexsort((upper.cpu().numpy(), lower.cpu().numpy()))[0])
@@ -368,12 +351,7 @@ class Search:
         """Receive the values of a log again."""
         try:
             for entry in entries:
-                if "points" in entry:
-                    rows = self._pending_request().user_points.new_tensor(entry["points"])
-                    columns = [rows.new_tensor(column) for column in entry["columns"]]
-                    self._log.append(entry)
-                    self._add_part(rows, columns, entry.get("worker"))
-                elif "drop" in entry:
+                if "drop" in entry:
                     self.drop(entry["drop"])
                 else:
                     self.tell(**entry)
@@ -383,11 +361,13 @@ class Search:
             ) from error
 
     def _pending_request(self) -> EvaluationRequest:
-        if self._request is not None:
-            return self._request
-        if self.done:
-            raise RunError("this search has ended: its answer is `result`")
-        raise RunError("this search has failed")
+        if self._request is None:
+            raise RunError(
+                "this search has ended: its answer is `result`"
+                if self.done
+                else "this search has failed"
+            )
+        return self._request
 
 
 def _rebuild(settings: dict[str, Any], log: list[dict[str, Any]]) -> Search:
@@ -403,15 +383,13 @@ def _check_worker(worker: Any) -> str | int | None:
     return worker
 
 
-def _as_one_row(lower: Any, upper: Any, constraints: Sequence[Any]) -> tuple[Any, Any, Any]:
-    """Return the values of one point as those of a list of one."""
-    lower = lower if isinstance(lower, list) else [lower]
-    upper = [upper] if upper is not None and not isinstance(upper, list) else upper
-    return (
-        lower,
-        upper,
-        [np.atleast_1d(np.asarray(item, dtype=float))[None] for item in constraints],
-    )
+def _check_points(points: Any, like: Tensor) -> Tensor:
+    """Convert a user's points [n, d] or [d] to a tensor like that of a step."""
+    rows = to_tensor("`points` holds", points).to(like)
+    dim = like.shape[-1]
+    if rows.ndim not in (1, 2) or rows.shape[-1] != dim:
+        raise ConfigError(f"`points` must be [n, {dim}] or one point, got {[*rows.shape]}")
+    return rows
 
 
 def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
@@ -419,6 +397,8 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
     if values is None:
         raise ConfigError(f"`{name}` must be given, in the shape {[*like.shape]}")
     tensor = to_tensor(f"`{name}` holds", values).to(like.device, copy=True)
+    if tensor.numel() == 1 == like.numel():  # a list of one value for one point
+        tensor = tensor.reshape(like.shape)
     if tensor.shape != like.shape:
         raise ConfigError(
             f"`{name}` must have the shape {[*like.shape]} of the requested points,"
@@ -433,9 +413,7 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
 def _measured_values(values: Any, points: Tensor) -> Tensor:
     """Convert a measured constraint's values to [..., m]."""
     tensor = to_tensor("`constraints` holds", values).to(points)
-    if tensor.shape == points.shape[:-1]:
-        return tensor.unsqueeze(-1)
-    return tensor
+    return tensor.unsqueeze(-1) if tensor.shape == points.shape[:-1] else tensor
 
 
 @takes_tensors

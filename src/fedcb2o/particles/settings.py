@@ -1,14 +1,10 @@
 """Validation of the settings of `minimize`: numbers, counts, functions, device and memory.
 
 The argument `name` is the name of the setting in messages.
-
-Example:
-    >>> check_count("`maxiter`", 10)
-    10
 """
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from numbers import Integral
 from typing import Any
 
@@ -26,10 +22,7 @@ _ENSEMBLE_COPIES = 4
 
 
 def check_number(name: str, value: Any, where: str = "") -> float:
-    """Convert a setting to a number.
-
-    `where` is added to the message, such as the step.
-    """
+    """Convert a setting to a number; `where` is added to the message, such as the step."""
     try:
         value = to_python(value)
         if isinstance(value, str | bytes):
@@ -40,10 +33,7 @@ def check_number(name: str, value: Any, where: str = "") -> float:
 
 
 def check_count(name: str, value: Any, least: int | None = 1) -> int:
-    """Convert a setting to a whole number.
-
-    `least` is the smallest valid number; None for no limit.
-    """
+    """Convert a setting to a whole number; `least` is None for no limit."""
     value = to_python(value)
     is_whole = isinstance(value, Integral) and not isinstance(value, bool)
     if not is_whole or (least is not None and value < least):
@@ -54,18 +44,13 @@ def check_count(name: str, value: Any, least: int | None = 1) -> int:
 
 def check_optional_count(name: str, value: Any, least: int = 1) -> int | None:
     """Convert a setting to a whole number; None stays None."""
-    if value is None:
-        return None
-    return check_count(name, value, least)
+    return None if value is None else check_count(name, value, least)
 
 
 def check_positive(
     values: Mapping[str, Any], *, finite: bool = True, or_zero: bool = False
 ) -> dict[str, float]:
-    """Return settings as numbers, and refuse those that are not above 0.
-
-    `finite` refuses infinity too; `or_zero` accepts 0.
-    """
+    """Return settings as numbers, and refuse those that are not above 0."""
     numbers = {}
     for name, value in values.items():
         number = check_number(f"`{name}`", value)
@@ -78,10 +63,7 @@ def check_positive(
 
 
 def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
-    """Refuse a setting that is not one of its choices.
-
-    Each name has the value of a setting and its valid values.
-    """
+    """Refuse a setting that is not one of its choices; names have the value and the choices."""
     for name, (value, valid) in choices.items():
         is_word = isinstance(value, str)
         if not any(value is choice or (is_word and value == choice) for choice in valid):
@@ -91,10 +73,7 @@ def check_choices(choices: Mapping[str, tuple[Any, tuple[Any, ...]]]) -> None:
 
 
 def schedule_value(name: str, value: Schedule, n: int) -> float:
-    """Return the value of a parameter at a step.
-
-    A value that is negative or infinite, and a beta outside (0, 1], are a ConfigError.
-    """
+    """Return the value of a parameter at a step."""
     if callable(value):
         value = value(n)
     if type(value) is not float:
@@ -106,21 +85,10 @@ def schedule_value(name: str, value: Schedule, n: int) -> float:
     return value
 
 
-def check_functions(name: str, value: Any, *, or_none: bool = False, hint: str = "") -> None:
-    """Refuse a setting that is not a function or a sequence of functions."""
-    is_sequence = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    for item in value if is_sequence else [value]:
-        if not (callable(item) or (or_none and item is None)):
-            raise ConfigError(
-                f"{name} must be a function, or a list with one for each cluster,"
-                f" got {_short_repr(item)}{hint}"
-            )
-
-
-def check_function(name: str, value: Any) -> None:
+def check_function(name: str, value: Any, expected: str = "a function", hint: str = "") -> None:
     """Refuse a setting that is not a function."""
     if not callable(value):
-        raise ConfigError(f"{name} must be a function, got {_short_repr(value)}")
+        raise ConfigError(f"{name} must be {expected}, got {_short_repr(value)}{hint}")
 
 
 def check_device(name: Any) -> torch.device:
@@ -137,10 +105,7 @@ def check_device(name: Any) -> torch.device:
 
 
 def check_memory(runs: int, num_particles: int, dim: int) -> None:
-    """Refuse ensembles that need more memory than the machine has.
-
-    A control group may allow less.
-    """
+    """Refuse ensembles that need more memory than the machine has."""
     needed = 8 * _ENSEMBLE_COPIES * runs * num_particles * dim
     available = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if needed > available:
@@ -155,6 +120,4 @@ def check_memory(runs: int, num_particles: int, dim: int) -> None:
 def _short_repr(value: Any) -> str:
     """Return the repr of a value, or its type where that is long."""
     text = repr(value)
-    if len(text) > 60 or "\n" in text:
-        return f"a {type(value).__name__}"
-    return text
+    return f"a {type(value).__name__}" if len(text) > 60 or "\n" in text else text

@@ -1,9 +1,7 @@
 """The particles of all active runs in one [runs, n, d] tensor.
 
-Benign particles come first, cluster by cluster, then the malicious ones.
-
-A `System` has the fixed parts of a problem and applies the mathematics of `dynamics`. `Ensembles`
-are the state. Stopping and recording belong to the driver.
+Benign particles come first, cluster by cluster, then the malicious ones. A `System` has the fixed
+parts of a problem and applies the mathematics of `dynamics`. `Ensembles` are the state.
 """
 
 import copy
@@ -11,7 +9,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,19 +19,17 @@ from torch import Tensor
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
-from fedcb2o.particles.ask_tell import EvaluationRequest
 from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import (
     ConsensusParams,
+    EvaluationRequest,
     Objective,
     Values,
     consensus_point,
-    consensus_step_,
     consensus_weights,
-    gradient_step_,
 )
+from fedcb2o.particles.functions import forbid_writes
 from fedcb2o.particles.noise import Normals
-from fedcb2o.particles.write_guard import forbid_writes
 from fedcb2o.rng import stream
 
 
@@ -42,22 +38,20 @@ class Cluster:
     """The benign particles of one cluster: their objectives and their rows."""
 
     lower: Objective
-    # G, or None.
-    upper: Objective | None
-    # Gradient of L: a function, True for autograd, False for none.
-    gradient: Objective | bool
+    upper: Objective | None  # G, or None
+    gradient: Objective | bool  # gradient of L: a function, True for autograd, False for none
     rows: slice
 
 
 class Streams:
-    """Named random streams, one per active run and purpose; draws advance them."""
+    """Named random streams, one per active run and purpose; draws advance them.
 
-    def __init__(self, seeds: Sequence[int], dim: int, like: Tensor) -> None:
-        """Open no stream yet."""
+    `like` [..., d] has the d, dtype and device of normals.
+    """
+
+    def __init__(self, seeds: Sequence[int], like: Tensor) -> None:
         self._seeds = list(seeds)
-        self._dim = dim
-        self._dtype = like.dtype
-        self._device = like.device
+        self._like = like.new_empty(like.shape[-1])
         self._generators: dict[str, list[np.random.Generator]] = {}
         self._normals: dict[str, Normals] = {}
 
@@ -70,14 +64,8 @@ class Streams:
     def normals(self, purpose: str, n: int) -> Tensor:
         """Return the next normals [runs, n, d] of a purpose, a view that later calls overwrite."""
         if purpose not in self._normals:
-            self._normals[purpose] = Normals(
-                self._seeds,
-                f"particles {purpose}",
-                n,
-                self._dim,
-                dtype=self._dtype,
-                device=self._device,
-            )
+            name = f"particles {purpose}"
+            self._normals[purpose] = Normals(self._seeds, name, n, self._like)
         return self._normals[purpose].next()
 
     def for_runs(self, kept: Sequence[int]) -> "Streams":
@@ -99,23 +87,17 @@ class Ensembles:
     A step changes `theta` in place, and advances `streams`. Use only the latest state.
     """
 
-    # Step.
-    n: int
-    # All particles [runs, n, d].
-    theta: Tensor
-    # Indices of the active runs.
-    runs: Tensor
+    n: int  # step
+    theta: Tensor  # all particles [runs, n, d]
+    runs: Tensor  # indices of the active runs
     streams: Streams
-    # Particles with a NaN or infinite objective so far, of each run.
-    excluded: Tensor
-    # Evaluated particles of each run so far, counted once per cluster.
-    num_evaluated: int = 0
+    excluded: Tensor  # particles with a NaN or infinite objective so far, of each run
+    num_evaluated: int = 0  # evaluated particles of each run so far, counted once per cluster
     # Rows of the random batch behind the consensus points of this step [runs, M]; None for all.
     batch: Tensor | None = None
     # Rest of the random order of the particles from which the next batches come.
     order: Tensor | None = None
-    # Memory of the dynamics, one entry per run.
-    memory: tuple[Any, ...] = ()
+    memory: tuple[Any, ...] = ()  # memory of the dynamics, one entry per run
 
     def advance(self, n: int, excluded: Tensor, evaluated: int) -> "Ensembles":
         """Return the state at step n, after the evaluation of a number of particles."""
@@ -149,18 +131,11 @@ class Evaluation:
     """Values and consensus points of an ensemble before a step."""
 
     values: list[Values]
-    # Consensus point of each cluster [runs, d].
-    points: list[Tensor]
-    # Parameters of the consensus points, those in the view of adversaries.
-    params: ConsensusParams
+    points: list[Tensor]  # consensus point of each cluster [runs, d]
+    params: ConsensusParams  # parameters of the consensus points, those in the view of adversaries
     # Rows of the random batch behind the consensus points [runs, M]; None for all.
     batch: Tensor | None = None
-    # Whether the values are those of all particles, not only of the batch.
-    covers_all: bool = True
-    # Whether writes of user functions by way of NumPy are noticed too.
-    check_writes: bool = True
-    # Whether a run may end before the next record.
-    may_end: bool = False
+    check_writes: bool = True  # whether writes of user functions by way of NumPy are noticed too
 
     @functools.cached_property
     def m(self) -> Tensor:
@@ -169,9 +144,7 @@ class Evaluation:
 
     def for_runs(self, kept: Tensor) -> "Evaluation":
         """Return the evaluation of a part of the runs."""
-        batch = self.batch
-        if batch is not None:
-            batch = batch[kept.to(batch.device)]
+        batch = None if self.batch is None else self.batch[kept.to(self.batch.device)]
         values = [item.map(lambda tensor: tensor[kept.to(tensor.device)]) for item in self.values]
         points = [m[kept.to(m.device)] for m in self.points]
         return dataclasses.replace(self, values=values, points=points, batch=batch)
@@ -181,8 +154,8 @@ class System:
     """The fixed parts of a particle system: clusters, adversaries, masses and bounds.
 
     `mass` is the share of each particle in the measure; None for equal shares. `bounds` are the low
-    and high ends for the benign particles. With `flat`, objectives receive the points of a single
-    run as [n, d].
+    and high ends for the benign particles, and `radius` is R of the ball B_R(0). With `flat`,
+    objectives receive the points of a single run as [n, d].
     """
 
     def __init__(
@@ -193,8 +166,8 @@ class System:
         *,
         flat: bool,
         bounds: tuple[Tensor, Tensor] | None,
+        radius: float = math.inf,
     ) -> None:
-        """Assign the particles of the first ensembles `theta` to clusters and adversaries."""
         self.clusters = clusters
         self.num_benign: int = clusters[-1].rows.stop
         sizes = (adversary.num_particles for adversary in adversaries)
@@ -207,6 +180,8 @@ class System:
         self.num_particles: int = theta.shape[1]
         self.needs_gradient = any(cluster.gradient for cluster in clusters)
         self.flat = flat
+        self.radius = radius
+        self.num_final = 0  # points that the end of the runs has evaluated
         # Points that a user of `Search` evaluated unasked.
         self.own: list[tuple[Tensor, Values]] = []
         self.bounds = bounds
@@ -220,30 +195,30 @@ class System:
         return theta[:, : self.num_benign]
 
     def malicious(self, theta: Tensor) -> Tensor:
-        """Return the malicious particles, a view [runs, n_m, d] of the last rows.
-
-        n_m is 0 without adversaries.
-        """
+        """Return the malicious particles, a view [runs, n_m, d] of the last rows."""
         return theta[:, self.num_benign :]
 
     @property
     def malicious_mass(self) -> float:
-        """Share w_m of the malicious particles in the measure; n_m / n with equal shares."""
+        """Share w_m of the malicious particles in the measure."""
         if self.mass is None:
             return (self.num_particles - self.num_benign) / self.num_particles
         return float(self.mass[self.num_benign :].sum())
 
-    def ask(
-        self, state: Ensembles, check_writes: bool, radius: float = math.inf
-    ) -> list[EvaluationRequest]:
+    def ask(self, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:
         """Return the requests for the values of the ensemble or its batch, one per cluster."""
         theta = state.theta
         if state.batch is not None and not self.needs_gradient:
             theta = _gather_rows(theta, state.batch)
         return [
-            self._request(theta, cluster, state, check_writes, radius, cluster.gradient)
+            self._request(theta, cluster, state, check_writes, cluster.gradient)
             for cluster in self.clusters
         ]
+
+    def final_request(self, theta: Tensor, cluster: Cluster) -> EvaluationRequest:
+        """Return a request at the end of all runs, and count its points."""
+        self.num_final += theta.shape[1]
+        return EvaluationRequest(theta, cluster.lower, cluster.upper, self.flat)
 
     def count(self, state: Ensembles, values: Sequence[Values]) -> Ensembles:
         """Return the state with the evaluated and the excluded particles of a step counted."""
@@ -260,20 +235,19 @@ class System:
         rows = state.batch
         counted = state.theta
         mass = self.mass
-        covers_all = rows is None or self.needs_gradient
         if rows is not None:
             counted = _gather_rows(state.theta, rows)
             if mass is not None:
                 mass = mass[rows]
         points = []
         for item in values:
-            if rows is not None and covers_all:
+            if rows is not None and self.needs_gradient:
                 item = item.map(functools.partial(_gather_rows, rows=rows))
             m = consensus_point(counted, item, params, mass)
             if self._is_fixed is not None:  # an average of equal numbers may round to another one
                 m = torch.where(self._is_fixed, state.theta[:, 0], m)
             points.append(m)
-        return Evaluation(values, points, params, rows, covers_all, check_writes)
+        return Evaluation(values, points, params, rows, check_writes)
 
     def draw_batch(self, state: Ensembles, size: int) -> Ensembles:
         """Return the state with the next random batch of `size` particles.
@@ -285,11 +259,8 @@ class System:
         order = state.order
         if order is None or order.shape[1] < size:
             generators = state.streams.generators("batches")
-            orders = [
-                torch.from_numpy(generator.permutation(self.num_particles))
-                for generator in generators
-            ]
-            order = torch.stack(orders).to(state.theta.device)
+            orders = np.stack([draw.permutation(self.num_particles) for draw in generators])
+            order = torch.from_numpy(orders).to(state.theta.device)
         return dataclasses.replace(state, batch=order[:, :size], order=order[:, size:])
 
     def evaluation_cost(self, batch: Tensor | None = None) -> int:
@@ -300,10 +271,7 @@ class System:
         return len(self.clusters) * batch.shape[1]
 
     def spread(self, theta: Tensor, m: Tensor) -> Tensor:
-        """Return the root mean squared distance of each cluster from its consensus point.
-
-        Consensus points [runs, clusters, d] have distances [runs, clusters].
-        """
+        """Return the root mean squared distance [runs, clusters] of each cluster from m."""
         squares = [
             (theta[:, cluster.rows] - m[:, k : k + 1]).square_().sum(-1).mean(-1)
             for k, cluster in enumerate(self.clusters)
@@ -311,90 +279,28 @@ class System:
         return torch.stack(squares, 1).sqrt()
 
     def step_(
-        self,
-        state: Ensembles,
-        evaluation: Evaluation,
-        *,
-        lambda1: float,
-        sigma1: float,
-        lambda2: float,
-        sigma2: float,
-        dt: float,
-        noise: str,
-        batch_only: bool = False,
+        self, state: Ensembles, evaluation: Evaluation, dt: float, move_: Callable[[Tensor], object]
     ) -> Ensembles:
-        """Take an Euler-Maruyama step of all particles (eq:fedcb2o_dynamics, eq:dyn_macro).
+        """Move all particles from the same theta_t (eq:dyn_macro), and return the next state.
 
-        All particles, benign and malicious, move from the same theta_t. `evaluation` is that before
-        the step. With `batch_only` only the particles of the batch move. The particles change in
-        place; the next state is returned.
+        `evaluation` is that before the step. The particles change in place, the benign ones by
+        `move_`.
         """
-        benign = state.theta
-        moves: list[Tensor] = []
-        evaluated = 0
-        if self.adversaries:
-            benign = self.benign(state.theta)
-            moves, evaluated = self._malicious_moves(state, evaluation, dt)
-        before = None
-        if batch_only and evaluation.batch is not None:
-            before = benign.clone()
-        normals = None
-        if sigma1:
-            normals = state.streams.normals("noise", self.num_benign)
-        gradient_normals = None
-        if sigma2:
-            gradient_normals = state.streams.normals("gradient noise", self.num_benign)
-
-        # 1. Move the benign particles of each cluster.
-        is_single = len(self.clusters) == 1
-        for k, cluster in enumerate(self.clusters):
-            rows = None if is_single else cluster.rows
-            theta = benign if is_single else benign[:, cluster.rows]
-            consensus_step_(
-                theta,
-                evaluation.points[k],
-                _rows_or_all(normals, rows),
-                lambda1=lambda1,
-                sigma1=sigma1,
-                dt=dt,
-                noise=noise,
-            )
-            gradient = evaluation.values[k].gradient
-            if gradient is not None:
-                gradient_step_(
-                    theta,
-                    gradient[:, cluster.rows],
-                    _rows_or_all(gradient_normals, rows),
-                    lambda2=lambda2,
-                    sigma2=sigma2,
-                    dt=dt,
-                )
-
-        # 2. Restore those outside the batch.
-        if before is not None and evaluation.batch is not None:
-            still = torch.ones(state.theta.shape[:2], dtype=torch.bool, device=state.theta.device)
-            still = still.scatter(1, evaluation.batch, False)
-            still = still[:, : self.num_benign].unsqueeze(-1)
-            benign.copy_(torch.where(still, before, benign))
-        return self._finish_step_(state, moves, evaluated)
-
-    def replace_(
-        self, state: Ensembles, evaluation: Evaluation, points: Tensor, dt: float
-    ) -> Ensembles:
-        """Replace the benign particles, and move the malicious ones.
-
-        `evaluation` is that before the step. The particles change in place; the next state is
-        returned.
-        """
-        moves, evaluated = self._malicious_moves(state, evaluation, dt)
-        self.benign(state.theta).copy_(points)
-        return self._finish_step_(state, moves, evaluated)
+        evaluated: list[int] = []
+        moves = [
+            self._move(state, evaluation, adversary, rows, dt, evaluated)
+            for adversary, rows in self.adversaries
+        ]
+        benign = self.benign(state.theta) if self.adversaries else state.theta
+        move_(benign)
+        if self.bounds is not None:
+            benign.clamp_(*self.bounds)
+        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
+            state.theta[:, rows] = moved
+        return state.advance(state.n + 1, state.excluded, sum(evaluated))
 
     def clamp(self, m: Tensor) -> Tensor:
-        """Return consensus points inside the bounds, which rounding may have left.
-
-        Those that malicious particles moved outside stay there.
-        """
+        """Return m inside the bounds, which rounding may have left, but no attacker."""
         return m if self._m_bounds is None else m.clamp(*self._m_bounds)
 
     def _request(
@@ -403,34 +309,14 @@ class System:
         cluster: Cluster,
         state: Ensembles,
         check_writes: bool,
-        radius: float,
         gradient: Objective | bool = False,
     ) -> EvaluationRequest:
         lower = cluster.lower
         if isinstance(lower, Constraints):
             lower = lower.for_runs(state.runs)
         return EvaluationRequest(
-            theta, lower, cluster.upper, self.flat, gradient, radius, check_writes, self.own
+            theta, lower, cluster.upper, self.flat, gradient, self.radius, check_writes, self.own
         )
-
-    def _malicious_moves(
-        self, state: Ensembles, evaluation: Evaluation, dt: float
-    ) -> tuple[list[Tensor], int]:
-        """Return each adversary's particles after the step, and the evaluations of adversaries."""
-        evaluated: list[int] = []
-        moves = [
-            self._move(state, evaluation, adversary, rows, dt, evaluated)
-            for adversary, rows in self.adversaries
-        ]
-        return moves, sum(evaluated)
-
-    def _finish_step_(self, state: Ensembles, moves: list[Tensor], evaluated: int) -> Ensembles:
-        """Apply the bounds, and move the malicious particles."""
-        if self.bounds is not None:
-            self.benign(state.theta).clamp_(*self.bounds)
-        for (_, rows), moved in zip(self.adversaries, moves, strict=True):
-            state.theta[:, rows] = moved
-        return state.advance(state.n + 1, state.excluded, evaluated)
 
     def _move(
         self,
@@ -446,10 +332,7 @@ class System:
         Each evaluation that the adversary asks for appends its number of particles to `evaluated`.
         """
         theta_m = state.theta[:, rows]
-
-        def consensus_if(points: Tensor | None) -> Tensor:
-            return self._consensus_if(points, state, evaluation, rows, evaluated)
-
+        consensus_if = functools.partial(self._consensus_if, state, evaluation, rows, evaluated)
         view = View(
             n=state.n,
             t=state.n * dt,
@@ -490,10 +373,9 @@ class System:
                 normals = state.streams.normals(f"adversary {rows.start}", theta_m.shape[1])
                 normals = normals * math.sqrt(dt)
                 if matrix.ndim == theta_m.ndim + 1:
-                    increment = (matrix @ normals.unsqueeze(-1)).squeeze(-1)
+                    moved = moved + (matrix @ normals.unsqueeze(-1)).squeeze(-1)
                 else:
-                    increment = matrix * normals
-                moved = moved + increment
+                    moved = moved + matrix * normals
         except RuntimeError as error:
             raise ConfigError(
                 f"an adversary's drift or diffusion does not fit {[*theta_m.shape]}: {error}"
@@ -507,16 +389,15 @@ class System:
 
     def _consensus_if(
         self,
-        points: Tensor | None,
         state: Ensembles,
         evaluation: Evaluation,
         rows: slice,
         evaluated: list[int],
+        points: Tensor | None,
     ) -> Tensor:
-        """Return the consensus points with all particles of `rows` at each point.
+        """Return the consensus points [runs, c, clusters, d] with all of `rows` at each point.
 
-        Shape [runs, c, clusters, d]. Without points, those without these particles,
-        [runs, 1, clusters, d].
+        Without points, they are [runs, 1, clusters, d], and without these particles.
         """
         size = rows.stop - rows.start
         params = evaluation.params
@@ -528,12 +409,11 @@ class System:
 
         def evaluate(theta: Tensor, cluster: Cluster) -> Values:
             evaluated.append(theta.shape[1])
-            check_writes = evaluation.check_writes
-            return self._request(theta, cluster, state, check_writes, params.radius).evaluate()
+            return self._request(theta, cluster, state, evaluation.check_writes).evaluate()
 
         results = []
         for cluster, values in zip(self.clusters, evaluation.values, strict=True):
-            if not evaluation.covers_all:
+            if evaluation.batch is not None and not self.needs_gradient:
                 values = evaluate(state.theta, cluster)
             values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
             others = state.theta[:, remaining].unsqueeze(1)
@@ -551,12 +431,6 @@ class System:
             moved_mass = mu[..., -size:].sum(-1, keepdim=True)
             results.append(consensus.point(mu[..., :-size], others) + moved_mass * points)
         return torch.stack(results, 2)
-
-
-def _rows_or_all(normals: Tensor | None, rows: slice | None) -> Tensor | None:
-    if normals is None or rows is None:
-        return normals
-    return normals[:, rows]
 
 
 def _concatenate(first: Values, second: Values) -> Values:
@@ -583,10 +457,7 @@ def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
 
 
 def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> Tensor | None:
-    """Return each particle's share in rho = w_b rho^b + w_m rho^m (eq:dyn_macro).
-
-    None stands for equal shares.
-    """
+    """Return each particle's share in rho = w_b rho^b + w_m rho^m (eq:dyn_macro), if not equal."""
     if all(adversary.mass is None for adversary in adversaries):
         return None
 
@@ -595,11 +466,8 @@ def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> T
         raise ConfigError(f"the adversaries' `mass` must add up to less than 1, got {fixed:g}")
     counts = (adversary.num_particles for adversary in adversaries if adversary.mass is None)
     equal_share = (1 - fixed) / (num_benign + sum(counts))
-    mass = theta.new_full(theta.shape[1:2], equal_share, dtype=torch.float64)
-    start = num_benign
+    shares = [equal_share] * num_benign
     for adversary in adversaries:
-        stop = start + adversary.num_particles
-        if adversary.mass is not None:
-            mass[start:stop] = adversary.mass / adversary.num_particles
-        start = stop
-    return mass
+        share = equal_share if adversary.mass is None else adversary.mass / adversary.num_particles
+        shares += [share] * adversary.num_particles
+    return torch.tensor(shares, dtype=torch.float64, device=theta.device)
