@@ -613,10 +613,10 @@ def class_loss_gap(
 def class_loss_excess(
     losses: dict[int, Loss], i: int, j: int, received: list[int], options: Options
 ) -> float:
-    """Compute max_c max(0, d_c - m s_c) max(1, least_deviation / sigma) (beyond the paper).
+    """Compute max_c max(0, (d_c - b) / e_c - m) max(e_c, least_deviation / sqrt(n_c)) (not in the paper).
 
-    d_c is the mean over agent j's samples of class c of L(theta^i) - L(theta^j), and s_c = sigma /
-    sqrt(n_c). sigma and m are medians over the better half of the received models.
+    d_c is the mean over agent j's samples of class c of L(theta^i) - L(theta^j). b and the spread of
+    d_c over classes are the model's own, sigma and m medians over the better half of the received.
     """
     if i == j:
         return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
@@ -650,13 +650,27 @@ def class_loss_excess(
     finite = [variance for variance in variances if math.isfinite(variance)]
     sigma = max(1e-3, math.sqrt(lower_median(finite))) if finite else 1e-3
 
-    errors = {c: sigma / math.sqrt(counts[c]) for c in classes}
-    largest = [max(gaps[k][c] / errors[c] for c in classes) for k in better]
-    finite = [value for value in largest if math.isfinite(value)]
+    shared, errors = {}, {}
+    for k in {*better, i}:
+        values = [gap for gap in gaps[k].values() if math.isfinite(gap)]
+        shared[k] = spread = 0.0
+        if len(classes) > 1 and values:
+            median = lower_median(values)
+            shared[k] = max(0.0, median)
+            spread = 1.4826 * lower_median([abs(gap - median) for gap in values])
+        errors[k] = {c: math.sqrt(sigma**2 / counts[c] + spread**2) for c in classes}
+
+    scores = {
+        k: {c: (gaps[k][c] - shared[k]) / errors[k][c] for c in classes} for k in {*better, i}
+    }
+    finite = [largest for k in better if math.isfinite(largest := max(scores[k].values()))]
     bound = math.sqrt(2 * math.log(len(classes))) + options.slack
     m = min(bound, max(0.0, lower_median(finite))) if finite else 0.0
-    excess = max(0.0, *(gaps[i][c] - m * errors[c] for c in classes))
-    return excess * max(1.0, options.least_deviation / sigma)
+    return max(
+        max(0.0, scores[i][c] - m)
+        * max(errors[i][c], options.least_deviation / math.sqrt(counts[c]))
+        for c in classes
+    )
 
 
 def lower_median(values: list[float]) -> float:

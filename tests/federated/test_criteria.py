@@ -139,8 +139,10 @@ def excess(differences, labels=(0, 0, 1, 1), **options):
         # The typical peer has a gap of one standard error: it and better ones have the value 0.
         ([[0.2, 0, 0.1, -0.1], [0.2, 0, 0.1, -0.1], [0, 0, 2.1, 1.9]], {}, [0, 0, 1.9 * UNIT]),
         # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2.
-        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(2 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
+        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(1.9 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
         ([[0, 0.2, 1.9, 2.1]] * 2, {"slack": 30.0}, [0, 0]),
+        # A model that is worse in both classes alike.
+        ([LIKE_OWN, LIKE_OWN, [0.6, 0.4, 0.6, 0.4]], {}, [0, 0, 0]),
         # Memorised samples: sigma is at least 0.001.
         ([[0.0] * 4, [0.0] * 4, [0, 0, 0.01, 0.01]], {}, [0, 0, 8]),
         # A model better than the agent's own, and one that is not finite.
@@ -153,10 +155,25 @@ def test_class_loss_excess_by_hand(differences, options, expected):
     assert excess(differences, **options) == pytest.approx(expected)
 
 
+def test_an_excess_is_beyond_the_spread_of_a_models_gaps_over_classes():
+    """The last model has the gaps 0.3, 0.5 and 2: median 0.5, median absolute deviation 0.2.
+
+    The typical peer has the score 1, with a gap of one standard error in a class.
+    """
+    typical = [0.2, 0.0, 0.1, -0.1, 0.1, -0.1]
+    last = [0.4, 0.2, 0.6, 0.4, 2.1, 1.9]
+    values = excess([typical, typical, last], (0, 0, 1, 1, 2, 2), least_deviation=0.0)
+    error = math.sqrt(0.1**2 + (1.4826 * 0.2) ** 2)
+    assert values == pytest.approx([0, 0, 1.5 - error])
+
+
 def test_an_excess_of_single_samples_has_the_error_of_all():
-    """sigma^2 = 0.1^2 + 0.1^2 about the mean of the typical peer, whose gap of 0.1 is m s_c."""
+    """sigma^2 = 0.1^2 + 0.1^2 about the mean of the typical peer, whose gap of 0.1 is m e_c.
+
+    The last model's median gap is 0.1, too.
+    """
     values = excess([[0.1, -0.1], [0.1, -0.1], [0.1, 2.0]], labels=(0, 1))
-    assert values == pytest.approx([0, 0, 1.9 * UNIT])
+    assert values == pytest.approx([0, 0, 1.8 * UNIT])
 
 
 def test_an_excess_tends_to_the_class_loss_gap_for_many_samples():

@@ -1,4 +1,4 @@
-"""Class-loss excess: the largest class-loss gap beyond the noise of few samples."""
+"""Class-loss excess: how far a model is worse in one class than its noise and other classes say."""
 
 from typing import Annotated
 
@@ -11,6 +11,7 @@ from fedcb2o.federated.criteria.class_losses import MAX_LOSS, required_losses
 from fedcb2o.federated.types import CriterionInput, batched
 
 _LEAST_SIGMA = 1e-3  # nats; equal losses would otherwise be divided by nothing
+_NORMAL_MAD = 1.4826  # standard deviation of a normal number over its median absolute deviation
 
 
 @batched
@@ -20,22 +21,27 @@ def class_loss_excess(
     least_deviation: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.8,
     slack: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 2.0,
 ) -> Float[Tensor, "*a m"]:
-    """Measure the largest class-loss gap beyond the noise of the samples of its class.
+    """Measure how far a model is worse in one class than noise and its other classes explain.
 
     The gap d_c = L_{j,c}(theta) - L_{j,c}(theta^j) of eq:robust_criterion_G_LF is a mean over n_c
-    samples with the standard error s_c = sigma / sqrt(n_c). The value is
+    samples. b is the median of the model's own gaps over the classes, at least 0, and its standard
+    error is
 
-        max_c max(0, d_c - m s_c) max(1, least_deviation / sigma).
+        e_c^2 = sigma^2 / n_c + (1.4826 median_c |d_c - median_c d_c|)^2,
 
-    m is the largest d_c / s_c of the typical peer, from 0 to sqrt(2 log C) + `slack` for the C
+    the noise of the samples and the spread of the model's gaps over classes. The value is
+
+        max_c max(0, (d_c - b) / e_c - m) max(e_c, least_deviation / sqrt(n_c)).
+
+    m is max_c (d_c - b) / e_c of the typical peer, from 0 to sqrt(2 log C) + `slack` for the C
     classes of the agent: the median over the better half of the received models, those of average
     loss up to the median. sigma, the standard deviation of differences within a class, is the
     median over the same models.
 
-    So a gap that noise explains, or that the typical peer has too, has the value 0, as the agent's
-    own model has. Where samples are memorised, all gaps are small in nats, and a standard deviation
-    counts as `least_deviation`. For many samples and sigma of at least that, the value is the
-    paper's G where that is above 0.
+    So a gap that noise explains, that all classes share or that the typical peer has too has the
+    value 0, as the agent's own model has. Average losses judge a model that is worse everywhere.
+    Where samples are memorised, all gaps are small in nats, and a standard deviation counts as
+    `least_deviation`. With one class b and the spread are 0.
 
     Args:
         inputs: View of one or several agents.
@@ -59,16 +65,33 @@ def class_loss_excess(
     is_better = _better_half(losses.mean)
     variance = _variance_within_classes(difference, gap, losses.labels, counts)
     sigma = _median(variance, is_better).sqrt().clamp(min=_LEAST_SIGMA)
-    error = (sigma.unsqueeze(-1) / counts.clamp(min=1).sqrt()).unsqueeze(-2)
+    per_sample = (1 / counts.clamp(min=1).sqrt()).unsqueeze(-2)
 
+    shared, spread = _centre_and_spread(gap, losses.present)
+    error = (sigma[..., None, None] * per_sample).hypot(spread)
     # Classes without samples have no gap.
-    gap = gap.masked_fill(~losses.present.unsqueeze(-2), -torch.inf)
-    gap = gap.nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
+    gap = (gap - shared).masked_fill(~losses.present.unsqueeze(-2), -torch.inf)
+    score = (gap / error).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
     # An inbox of attackers alone cannot raise the typical gap beyond what noise explains.
     bound = (2 * losses.present.sum(-1).double().log()).clamp(min=0).sqrt() + slack
-    m = _median((gap / error).amax(-1), is_better).clamp(min=0).minimum(bound)
-    excess = (gap - m[..., None, None] * error).amax(-1).clamp(min=0)
-    return excess * (least_deviation / sigma).clamp(min=1).unsqueeze(-1)
+    m = _median(score.amax(-1), is_better).clamp(min=0).minimum(bound)
+    excess = (score - m[..., None, None]).clamp(min=0)
+    return (excess * error.maximum(least_deviation * per_sample)).amax(-1)
+
+
+def _centre_and_spread(
+    gap: Float[Tensor, "*a m C"], present: Bool[Tensor, "*a C"]
+) -> tuple[Float[Tensor, "*a m 1"], Float[Tensor, "*a m 1"]]:
+    """Return a model's median gap, at least 0, and the spread of its gaps over present classes.
+
+    The spread is the standard deviation of normal gaps with their median absolute deviation. Both
+    are 0 for an agent of one class.
+    """
+    finite = gap.masked_fill(~(present.unsqueeze(-2) & gap.isfinite()), torch.nan)
+    median = finite.nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
+    deviation = (finite - median).abs().nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
+    several = (present.sum(-1) > 1)[..., None, None]
+    return several * median.clamp(min=0), several * _NORMAL_MAD * deviation
 
 
 def _class_counts(labels: Int[Tensor, "*a n"], num_classes: int) -> Float[Tensor, "*a C"]:
