@@ -271,8 +271,9 @@ def local_aggregations(
         # Guards (beyond the paper): refused models are neither evaluated nor weighed.
         noise = noise_images(agent.train_x.shape[1:], stream(seed, "noise", n, j))
         refused_losses = {}
+        peers = [published[i] for i in received]
         for i in received:
-            loss = loss_if_refused(published[i], published[j], agent, num_classes, noise)
+            loss = loss_if_refused(published[i], published[j], agent, num_classes, noise, peers)
             if i != j and loss:
                 refused_losses[i] = loss
         admitted = [i for i in received if i not in refused_losses]
@@ -488,7 +489,12 @@ def interpolate(own: nn.Module, peer: nn.Module, agent: Agent, share: float) -> 
 
 
 def loss_if_refused(
-    peer: nn.Module, own: nn.Module, agent: Agent, num_classes: int, noise: Tensor
+    peer: nn.Module,
+    own: nn.Module,
+    agent: Agent,
+    num_classes: int,
+    noise: Tensor,
+    peers: list[nn.Module],
 ) -> float:
     """Return the loss that a model refused by a guard counts as; 0 for an admitted model.
 
@@ -504,7 +510,11 @@ def loss_if_refused(
         return math.inf
     if options.min_distance is not None:
         assert agent.before is not None
-        if distance_to_own < options.min_distance * distance(agent.before, own, agent):
+        largest = math.inf if options.max_distance is None else options.max_distance * norm
+        distances = [distance(other, own, agent) for other in peers]
+        farthest = max(d for d in distances if d <= largest)
+        movement = distance(agent.before, own, agent)
+        if distance_to_own < min(options.min_distance * movement, farthest / 3):
             return math.log(num_classes)
     if options.max_sensitivity is not None:
         assert agent.before is not None

@@ -45,13 +45,25 @@ def test_a_model_at_the_largest_distance_is_admitted_and_one_beyond_it_is_not() 
 
 def test_the_least_distance_is_in_units_of_the_movement_of_the_own_model() -> None:
     guards = Guards(min_distance=0.5)
-    half, nearer = [4.5, 6.0], [4.49, 6.0]
+    half, nearer, far = [4.5, 6.0], [4.49, 6.0], [12.0, 16.0]
     # The model moved by its norm.
-    result = outcomes(guards, half, nearer, OWN, previous=[0.0, 0.0])
-    assert result == [ADMITTED, TOO_NEAR, TOO_NEAR]
+    result = outcomes(guards, half, nearer, OWN, far, previous=[0.0, 0.0])
+    assert result == [ADMITTED, TOO_NEAR, TOO_NEAR, ADMITTED]
     # It moved by a fifth of its norm: a tenth is the least distance.
-    result = outcomes(guards, nearer, [3.0, 4.49], [3.0, 4.5], previous=[3.0, 5.0])
+    result = outcomes(guards, nearer, [3.0, 4.49], [3.0, 4.5], far, previous=[3.0, 5.0])
+    assert result == [ADMITTED, TOO_NEAR, ADMITTED, ADMITTED]
+
+
+def test_no_model_is_too_near_from_a_third_of_the_distance_of_the_farthest_admitted_one() -> None:
+    guards = Guards(min_distance=0.5, max_distance=2.0)
+    moved_by_its_norm = [0.0, 0.0]
+    third, nearer, farthest = [3.6, 4.8], [3.59, 4.8], [4.8, 6.4]
+    result = outcomes(guards, third, nearer, farthest, previous=moved_by_its_norm)
     assert result == [ADMITTED, TOO_NEAR, ADMITTED]
+    # A model that is too far says nothing.
+    result = outcomes(guards, third, farthest, [30.0, 40.0], previous=moved_by_its_norm)
+    assert result == [ADMITTED, ADMITTED, TOO_FAR]
+    assert outcomes(guards, third, previous=moved_by_its_norm) == [ADMITTED]
 
 
 def test_a_model_equal_to_an_own_model_that_did_not_move_is_admitted() -> None:
@@ -60,7 +72,8 @@ def test_a_model_equal_to_an_own_model_that_did_not_move_is_admitted() -> None:
 
 def test_too_far_counts_if_the_bounds_contradict_each_other() -> None:
     guards = Guards(max_distance=0.5, min_distance=3.0)
-    assert outcomes(guards, [6.0, 8.0], [4.5, 6.0], previous=[0.0, 0.0]) == [TOO_FAR, TOO_NEAR]
+    result = outcomes(guards, [6.0, 8.0], [4.5, 6.0], [3.3, 4.4], previous=[0.0, 0.0])
+    assert result == [TOO_FAR, ADMITTED, TOO_NEAR]
 
 
 def test_a_distance_that_is_not_a_number_is_too_far() -> None:

@@ -61,7 +61,8 @@ class Guards(Section):
         Positive | Off,
         key_field(
             "admit: least distance from the agent's own model, in units of its movement in this "
-            "round's LocalUpdate. Against slightly changed copies of a receiver's own model. Takes "
+            "round's LocalUpdate; models at least a third as far as the farthest admitted one "
+            "are never too near. Against slightly changed copies of a receiver's own model. Takes "
             "the memory of N more models, those before the round",
             values="above 0",
         ),
@@ -108,6 +109,9 @@ class Guards(Section):
         return self.max_distance is not False or self.min_distance is not False
 
 
+_NEAR_SHARE = 1 / 3
+"""Share of the farthest admitted model's distance from which no model is too near."""
+
 NO_GUARDS = Guards()
 """The paper's algorithm as it is."""
 
@@ -121,7 +125,8 @@ def distance_check(
 ) -> Int[np.ndarray, " m"]:
     """Return an outcome for each received model, by its distance from the agent's own model.
 
-    The largest distance is the ball B_R of eq:Q_beta, about the agent's own model.
+    The largest distance is the ball B_R of eq:Q_beta, about the agent's own model. The least one is
+    at most a third of the largest that this ball admits.
     """
     # One pass over the models gives the agent's own movement, too.
     ahead = [] if previous_row is None else [previous_row]
@@ -129,7 +134,11 @@ def distance_check(
     movement, distances = distances[: len(ahead)], distances[len(ahead) :]
     outcome = torch.full(rows.shape, ADMITTED)
     if guards.min_distance is not False:
-        outcome[distances < guards.min_distance * movement] = TOO_NEAR
+        within = distances[distances <= (guards.max_distance or torch.inf)]
+        farthest = within.amax() if len(within) else 0.0
+        # In low dimension, and in a first round, all honest models are near.
+        least = (guards.min_distance * movement).clamp(max=_NEAR_SHARE * farthest)
+        outcome[distances < least] = TOO_NEAR
     if guards.max_distance is not False:
         # Written this way, a distance that is not a number is too far.
         outcome[~(distances <= guards.max_distance)] = TOO_FAR
