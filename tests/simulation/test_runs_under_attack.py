@@ -211,8 +211,8 @@ def test_attackers_that_return_the_receivers_model_get_little_weight(tmp_path):
     assert weights[0.75].mean() < 0.5 * weights[1e-9].mean()
 
 
-def test_benign_peers_with_similar_models_continue_to_exchange(tmp_path):
-    """Equal samples give similar first steps; later steps differ."""
+def test_benign_peers_with_similar_models_exchange_from_the_first_round(tmp_path):
+    """Equal samples give similar first steps, which are all near."""
     team = {"agents.num_clusters": 1, "agents.benign": 4, "agents.malicious": 0, "agents.budget": 3}
     experiment = load(
         "digits-fedassay", {**team, "agents.benign_samples": 200, "rounds": 3, "seeds": [0]}
@@ -220,6 +220,4 @@ def test_benign_peers_with_similar_models_continue_to_exchange(tmp_path):
     done = run(experiment, out=tmp_path, workers=1)
     received = done.pairs[done.pairs.agent != done.pairs.peer].groupby("round")
     assert received.size().tolist() == [12, 12, 12]
-    first, *_, last = received.weight.sum()
-    assert first < 1.0
-    assert last > 2.0
+    assert received.weight.sum().min() > 2.0
