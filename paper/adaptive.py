@@ -11,6 +11,7 @@ class-loss gap (`gap`), are at most a factor times those of the typical benign m
 in docs/benchmark/adaptive/values.csv: percent over benign agents after the last round.
 """
 
+import math
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,11 +48,11 @@ def sample_losses(
 ) -> Float[Tensor, " n"]:
     """Return the loss of each sample."""
     parameters = dict(NETWORK.named_parameters())
-    pieces = theta.split([p.numel() for p in parameters.values()])
+    pieces = torch.split(theta, [p.numel() for p in parameters.values()])
     values = {
         name: piece.view_as(p) for (name, p), piece in zip(parameters.items(), pieces, strict=True)
     }
-    outputs = functional_call(NETWORK, values, (x,))
+    outputs: Tensor = functional_call(NETWORK, values, (x,))
     return nn.functional.cross_entropy(outputs, y, reduction="none")
 
 
@@ -98,7 +99,7 @@ def descent(
             d = differences(theta)
             centre = members.T @ (members @ d / counts)
             found.append(float((d - centre).square().sum() / (len(y) - len(counts))))
-        return max(1e-3, float(np.median(found)) ** 0.5)
+        return max(1e-3, math.sqrt(float(np.median(found))))
 
     noise = sigma() / counts.sqrt() if against == "excess" else torch.ones_like(counts)
 
