@@ -3,12 +3,14 @@
 import doctest
 import importlib
 import linecache
+import re
 from pathlib import Path
 
 import pytest
 
 SOURCE = Path(__file__).parents[1] / "src"
-PATHS = sorted(path for path in SOURCE.rglob("*.py") if ">>> " in path.read_text(encoding="utf-8"))
+PROMPT = re.compile(r"^\s*>>> ", re.MULTILINE)
+PATHS = sorted(path for path in SOURCE.rglob("*.py") if PROMPT.search(path.read_text("utf-8")))
 MODULES = [".".join(path.relative_to(SOURCE).with_suffix("").parts) for path in PATHS]
 
 

@@ -114,7 +114,7 @@ def test_other_versions_on_resume_give_a_note(tmp_path, monkeypatch):
     same = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=3")
     assert (same.status, "Note: " in same.err) == (0, False)
     versions = {"fedcb2o": version("fedcb2o"), "numpy": version("numpy"), "torch": "99.0"}
-    monkeypatch.setattr(_provenance, "version", versions.get)
+    monkeypatch.setattr(_provenance, "_version", versions.get)
     other = run_cli("run", path, "--out", out, "--workers", 1, "--resume", "--set", "rounds=4")
     assert other.status == 0
     notes = [line for line in other.err.splitlines() if line.startswith("Note: ")]
