@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import sys
+import warnings
 
 # The garbage collector is off until the tests are collected. Modules and tests stay, so that no
 # collection needs to examine them.
@@ -31,7 +32,10 @@ from matplotlib.figure import Figure
 
 import fedcb2o  # noqa: F401  (its settings of MKL come before the first product)
 from fedcb2o.report import _article, _grid_page, _page
-from tests.tiny import save_time
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # Flower needs an older typer, which reads a former name
+    from tests.tiny import save_time
 
 save_time()
 
