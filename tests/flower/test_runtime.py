@@ -101,7 +101,7 @@ def test_a_simulation_of_eight_clients_equals_a_run(tmp_path, stack):
     """The models agree to 1e-6 after ten rounds with the same data, seeds and training."""
     app = tmp_path / "app"
     app.mkdir()
-    shutil.copy(Path(__file__).with_name("same_run.py"), app / "app.py")
+    shutil.copy(Path(__file__).with_name("same_run.py"), app / "fedcb2o_digits.py")
     config = (EXAMPLE / "pyproject.toml").read_text().replace("budget = 4", 'out = "models.pt"')
     (app / "pyproject.toml").write_text(config)
     flower = Flower(tmp_path, stack, "--simulation")
