@@ -2,7 +2,6 @@
 
     .venv/bin/python -m paper.adaptive            # measure missing runs
     .venv/bin/python -m paper.adaptive --again FedAssay
-    .venv/bin/python -m paper.results             # the table of docs/results.md
 
 Three of ten agents attack. They know all benign models and the defence, and publish one model that
 they find by gradient descent: averaged with the benign models, it takes one class for another. On
@@ -39,8 +38,8 @@ SOURCE, TARGET = 9, 4
 INTERPOLATION = 0.5
 NETWORK = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 """The network of the preset `digits-fedassay`."""
-_FOUND: dict[int, tuple[Tensor, Tensor]] = {}
-"""By cluster, the mean benign model and the model found for it: attackers publish the same one."""
+_FOUND: dict[tuple[int, str, float], tuple[Tensor, Tensor]] = {}
+"""By cluster and settings, the mean benign model and the model found: attackers share one."""
 
 
 def sample_losses(
@@ -81,9 +80,9 @@ def descent(
     """
     models = view.benign()
     mean = models.mean(0)
-    found = _FOUND.get(view.cluster)
-    if found is not None and torch.equal(found[0], mean):
-        return found[1].clone()
+    key = view.cluster, against, factor
+    if key in _FOUND and torch.equal(_FOUND[key][0], mean):
+        return _FOUND[key][1].clone()
     x, y = features(view.data.x), view.data.y
     members = nn.functional.one_hot(y, 10).T.float()
     counts = members.sum(1)
@@ -137,7 +136,7 @@ def descent(
             aggregate = torch.lerp(mean, theta, share)
             (sample_losses(aggregate, x[is_source], targets).mean() + 10 * penalty).backward()
             optimiser.step()
-    _FOUND[view.cluster] = mean.clone(), theta.detach().clone()
+    _FOUND[key] = mean.clone(), theta.detach().clone()
     return theta.detach()
 
 
