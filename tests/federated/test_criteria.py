@@ -138,11 +138,12 @@ def excess(differences, labels=(0, 0, 1, 1), **options):
         ([LIKE_OWN, LIKE_OWN, [0, 0, 2.1, 1.9]], {"least_deviation": 0.0}, [0, 0, 2]),
         # The typical peer has a gap of one standard error: it and better ones have the value 0.
         ([[0.2, 0, 0.1, -0.1], [0.2, 0, 0.1, -0.1], [0, 0, 2.1, 1.9]], {}, [0, 0, 1.9 * UNIT]),
-        # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2.
-        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(1.9 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
+        # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2, and b 0.05.
+        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(1.95 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
         ([[0, 0.2, 1.9, 2.1]] * 2, {"slack": 30.0}, [0, 0]),
-        # A model that is worse in both classes alike.
-        ([LIKE_OWN, LIKE_OWN, [0.6, 0.4, 0.6, 0.4]], {}, [0, 0, 0]),
+        # Models that are worse in both classes alike, by at most and by more than half an error.
+        ([LIKE_OWN, LIKE_OWN, [0.14, -0.06] * 2], {}, [0, 0, 0]),
+        ([LIKE_OWN, LIKE_OWN, [0.6, 0.4, 0.6, 0.4]], {}, [0, 0, 0.45 * UNIT]),
         # Memorised samples: sigma is at least 0.001.
         ([[0.0] * 4, [0.0] * 4, [0, 0, 0.01, 0.01]], {}, [0, 0, 8]),
         # A model better than the agent's own, and one that is not finite.
@@ -156,31 +157,35 @@ def test_class_loss_excess_by_hand(differences, options, expected):
 
 
 def test_an_excess_is_beyond_the_spread_of_a_models_gaps_over_classes():
-    """The last model has the gaps 0.3, 0.5 and 2: median 0.5, median absolute deviation 0.2.
+    """The third model has the gaps 0.02, 0.04 and 2: median 0.04, median absolute deviation 0.02.
 
-    The typical peer has the score 1, with a gap of one standard error in a class.
+    The last one has 0.3, 0.5 and 2, and both are at most half an error. The typical peer has the
+    score 1, with a gap of one standard error in a class.
     """
     typical = [0.2, 0.0, 0.1, -0.1, 0.1, -0.1]
+    alike = [0.12, -0.08, 0.14, -0.06, 2.1, 1.9]
     last = [0.4, 0.2, 0.6, 0.4, 2.1, 1.9]
-    values = excess([typical, typical, last], (0, 0, 1, 1, 2, 2), least_deviation=0.0)
-    error = math.sqrt(0.1**2 + (1.4826 * 0.2) ** 2)
-    assert values == pytest.approx([0, 0, 1.5 - error])
+    models = [typical, typical, typical, alike, last]
+    values = excess(models, (0, 0, 1, 1, 2, 2), least_deviation=0.0)
+    errors = [math.hypot(0.1, 1.4826 * 0.02), math.hypot(0.1, 0.05)]
+    assert values == pytest.approx([0, 0, 0, 1.96 - errors[0], 1.95 - errors[1]])
 
 
 def test_an_excess_of_single_samples_has_the_error_of_all():
     """sigma^2 = 0.1^2 + 0.1^2 about the mean of the typical peer, whose gap of 0.1 is m e_c.
 
-    The last model's median gap is 0.1, too.
+    The last model's median gap is 0.1, of which half an error, sigma / 2, is taken off.
     """
     values = excess([[0.1, -0.1], [0.1, -0.1], [0.1, 2.0]], labels=(0, 1))
-    assert values == pytest.approx([0, 0, 1.8 * UNIT])
+    assert values == pytest.approx([0, 0, (1.9 - math.sqrt(0.02) / 2) * UNIT])
 
 
 def test_an_excess_tends_to_the_class_loss_gap_for_many_samples():
     draw = torch.Generator().manual_seed(0)
     labels = [0, 1] * 20_000
     noise = torch.randn(3, len(labels), generator=draw) / 5
-    noise[2, 1::2] += 1.5
+    noise[2] += 0.5
+    noise[2, 1::2] += 1
     view = sample_view(noise.tolist(), labels)
     values = criteria.class_loss_excess(view, least_deviation=0.0)
     gap = criteria.class_loss_gap(view).clamp(min=0)

@@ -12,6 +12,7 @@ from fedcb2o.federated.types import CriterionInput, batched
 
 _LEAST_SIGMA = 1e-3  # nats; equal losses would otherwise be divided by nothing
 _NORMAL_MAD = 1.4826  # standard deviation of a normal number over its median absolute deviation
+_MOST_SHARED = 0.5  # of the largest standard error: what a model's other classes can excuse
 
 
 @batched
@@ -27,9 +28,10 @@ def class_loss_excess(
     samples. b is the median of the model's own gaps over the classes, at least 0, and its standard
     error is
 
-        e_c^2 = sigma^2 / n_c + (1.4826 median_c |d_c - median_c d_c|)^2,
+        e_c^2 = sigma^2 / n_c + D^2,    D = 1.4826 median_c |d_c - median_c d_c|,
 
-    the noise of the samples and the spread of the model's gaps over classes. The value is
+    the noise of the samples and the spread of the model's gaps over classes. b and D are at most
+    half of the largest sigma / sqrt(n_c). The value is
 
         max_c max(0, (d_c - b) / e_c - m) max(e_c, least_deviation / sqrt(n_c)).
 
@@ -67,8 +69,10 @@ def class_loss_excess(
     sigma = _median(variance, is_better).sqrt().clamp(min=_LEAST_SIGMA)
     per_sample = (1 / counts.clamp(min=1).sqrt()).unsqueeze(-2)
 
-    shared, spread = _centre_and_spread(gap, losses.present)
-    error = (sigma[..., None, None] * per_sample).hypot(spread)
+    noise = sigma[..., None, None] * per_sample
+    most = noise.masked_fill(~losses.present.unsqueeze(-2), 0.0).amax(-1, keepdim=True)
+    shared, spread = _centre_and_spread(gap, losses.present, _MOST_SHARED * most)
+    error = noise.hypot(spread)
     # Classes without samples have no gap.
     gap = (gap - shared).masked_fill(~losses.present.unsqueeze(-2), -torch.inf)
     score = (gap / error).nan_to_num(nan=torch.inf, posinf=torch.inf, neginf=-torch.inf)
@@ -80,18 +84,18 @@ def class_loss_excess(
 
 
 def _centre_and_spread(
-    gap: Float[Tensor, "*a m C"], present: Bool[Tensor, "*a C"]
+    gap: Float[Tensor, "*a m C"], present: Bool[Tensor, "*a C"], most: Float[Tensor, "*a 1 1"]
 ) -> tuple[Float[Tensor, "*a m 1"], Float[Tensor, "*a m 1"]]:
     """Return a model's median gap, at least 0, and the spread of its gaps over present classes.
 
     The spread is the standard deviation of normal gaps with their median absolute deviation. Both
-    are 0 for an agent of one class.
+    are bounded, and 0 for an agent of one class.
     """
     finite = gap.masked_fill(~(present.unsqueeze(-2) & gap.isfinite()), torch.nan)
     median = finite.nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
     deviation = (finite - median).abs().nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
-    several = (present.sum(-1) > 1)[..., None, None]
-    return several * median.clamp(min=0), several * _NORMAL_MAD * deviation
+    most = most * (present.sum(-1) > 1)[..., None, None]
+    return median.clamp(min=0).minimum(most), (_NORMAL_MAD * deviation).minimum(most)
 
 
 def _class_counts(labels: Int[Tensor, "*a n"], num_classes: int) -> Float[Tensor, "*a C"]:
