@@ -9,6 +9,7 @@ import json
 import secrets
 import socket
 import ssl
+import struct
 import time
 
 import numpy as np
@@ -231,6 +232,17 @@ def connections_that_end(attacker):
     while not attacker.is_over():
         with contextlib.suppress(OSError):
             attacker.connect().close()
+        count += 1
+        time.sleep(max(0.0, start + count / 1000 - time.monotonic()))
+
+
+@attack(STRANGER)
+def connections_that_reset(attacker):
+    """End each connection by a reset, which the victim sees as it begins TLS."""
+    reset, start, count = struct.pack("ii", 1, 0), time.monotonic(), 0
+    while not attacker.is_over():
+        with contextlib.suppress(OSError), attacker.connect() as link:
+            link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset)
         count += 1
         time.sleep(max(0.0, start + count / 1000 - time.monotonic()))
 

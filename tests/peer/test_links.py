@@ -7,6 +7,7 @@ import os
 import resource
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -224,6 +225,22 @@ def test_ranges_reach_the_handler_as_they_are_signed(organisations, exit_stack):
             assert (status, headers["content-type"]) == (403, "application/problem+json")
     expected = [f"GET /v1/x\nRange: {value}".encode() for value in bombs]
     assert arrived == [one for one in expected if len(one) <= 2**9]
+
+
+def test_connections_that_strangers_reset_are_forgotten(organisations, exit_stack, monkeypatch):
+    """A connection that is reset as TLS begins once stayed in the table, and hung the listener."""
+    monkeypatch.setattr(listener, "HANDSHAKE_SECONDS", 0.3)
+    orgs, federation = organisations
+    server = exit_stack.enter_context(Https(federation, orgs[0]))
+    server.serve(answering())
+    for k in range(200):
+        with socket.create_connection(address_of(orgs[0])) as stranger:
+            stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            time.sleep(0.002 * (k % 2))
+    wait_for(lambda: not server._listener._pending)
+    monkeypatch.undo()
+    client = exit_stack.enter_context(Https(federation, orgs[1]))
+    assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
 
 
 @pytest.mark.parametrize("is_member", [True, False])

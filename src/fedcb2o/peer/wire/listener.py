@@ -194,6 +194,9 @@ class _Connection:
     surplus: int | None = None
     parser: RequestParser = field(init=False)
 
+    def __post_init__(self) -> None:
+        self.descriptor = self.raw.fileno()
+
     @property
     def socket(self) -> socket.socket:
         return self.raw if self.stream is None else self.stream.socket
@@ -348,8 +351,8 @@ class Listener:
             connection = _Connection(raw, str(address[0]), end)
             identify = partial(self._identify, connection)
             connection.parser = RequestParser(self._max_body, identify)
-            self._pending[raw.fileno()] = connection
-            self._selector.register(raw.fileno(), selectors.EVENT_READ)
+            self._pending[connection.descriptor] = connection
+            self._selector.register(connection.descriptor, selectors.EVENT_READ)
 
     def _close_spare(self) -> None:
         if self._spare is not None:
@@ -497,8 +500,8 @@ class Listener:
             return
         connection.surplus = self._max_body + MAX_HEADER_BYTES
         connection.end = time.monotonic() + HANDSHAKE_SECONDS
-        self._pending[connection.socket.fileno()] = connection
-        self._selector.register(connection.socket.fileno(), selectors.EVENT_READ)
+        self._pending[connection.descriptor] = connection
+        self._selector.register(connection.descriptor, selectors.EVENT_READ)
 
     def _discard(self, connection: _Connection, surplus: int) -> None:
         """Read the rest of what a refused remote sends, without decrypting it."""
@@ -511,15 +514,14 @@ class Listener:
 
     def _resume(self, connection: _Connection) -> None:
         """Wait for the next request of a connection, or for the rest of one."""
-        if connection.stream is None or connection.stream.socket.fileno() < 0:
+        if connection.socket.fileno() < 0:
             return
-        descriptor = connection.stream.socket.fileno()
         if connection.member is None:
-            self._pending[descriptor] = connection
+            self._pending[connection.descriptor] = connection
         else:
             connection.end = time.monotonic() + IDLE_SECONDS
-            self._idle[descriptor] = connection
-        self._selector.register(descriptor, selectors.EVENT_READ)
+            self._idle[connection.descriptor] = connection
+        self._selector.register(connection.descriptor, selectors.EVENT_READ)
         self._advance(connection)
 
     def after_answer(self, connection: _Connection, *, is_usable: bool) -> None:
@@ -542,10 +544,11 @@ class Listener:
 
     def _forget(self, connection: _Connection) -> None:
         """Wait for nothing on a connection."""
-        descriptor = connection.socket.fileno()
-        is_waiting = self._pending.pop(descriptor, None) or self._idle.pop(descriptor, None)
-        if is_waiting:
-            self._selector.unregister(descriptor)
+        # Its socket may be closed already, and then has no descriptor any more.
+        for table in (self._pending, self._idle):
+            if table.get(connection.descriptor) is connection:
+                del table[connection.descriptor]
+                self._selector.unregister(connection.descriptor)
 
     def _release(self, connection: _Connection) -> None:
         """Close a connection that nothing waits for."""
