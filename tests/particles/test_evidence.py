@@ -8,8 +8,9 @@ import torch
 from scipy.optimize import NonlinearConstraint
 from tests.particles.problems import G, double
 
-from fedcb2o import ConfigError, minimize
+from fedcb2o import ConfigError, Paper, minimize
 from fedcb2o.particles import objectives
+from fedcb2o.particles.adversaries import static
 from fedcb2o.particles.dynamics import EvaluationRequest
 from fedcb2o.particles.local_search import search_locally
 
@@ -25,7 +26,7 @@ def rosenbrock(x):
     return (1 - x[..., 0]) ** 2 + 100 * (x[..., 1] - x[..., 0] ** 2) ** 2
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_better_basin_that_is_narrow_is_found(seed):
     result = minimize(narrow_basin, bounds=BOX, seed=seed)
     assert result.success
@@ -78,6 +79,31 @@ def test_a_budget_below_the_first_ensemble_is_refused():
         minimize(objectives.circle, dim=2, num_particles=20, maxfev=10)
 
 
+@pytest.mark.parametrize("maxfev", [24, 60, 501])
+@pytest.mark.parametrize(
+    ("settings", "num_benign"),
+    [
+        ({"dynamics": Paper()}, {24: 11, 60: 29, 501: 200}),
+        ({"dynamics": Paper(batch=5)}, {24: 6, 60: 24, 501: 200}),
+        ({"adversaries": static(5, at=(-1.0, 0.0))}, {24: 6, 60: 24, 501: 24}),
+    ],
+)
+def test_a_small_budget_has_room_for_a_step(maxfev, settings, num_benign):
+    result = minimize(objectives.circle, G, 2, maxfev=maxfev, **settings)
+    assert result.nit > 0
+    assert maxfev / 3 < result.nfev <= maxfev
+    assert len(result.theta) == num_benign[maxfev]
+
+
+def test_clusters_share_a_small_budget():
+    """Each of two objectives is evaluated at all particles: 2 (2 x 14 x 2 + 1) = 114."""
+    lowers = [objectives.circle, objectives.parabola]
+    result = minimize(lowers, G, 2, clusters=True, maxfev=120)
+    assert (result.nit, result.nfev, len(result.theta)) == (1, 114, 28)
+    with pytest.raises(ConfigError, match="two ensembles and x need 18 evaluations"):
+        minimize(lowers, G, 2, clusters=True, maxfev=17)
+
+
 def test_minimisers_at_walls_and_inside_are_ties():
     """L is 1e-31 at the corners and 1e-16 next to minimisers inside; G decides."""
     centre = double([0.6, -0.4])
@@ -110,6 +136,22 @@ def test_ctrl_c_returns_the_best_so_far(dynamics):
 
     with pytest.raises(KeyboardInterrupt):
         minimize(at_once, dim=2)
+
+
+def test_ctrl_c_in_a_level_ends_all_levels():
+    count = 0
+
+    def f(x):
+        nonlocal count
+        count += 1
+        if count == 40:
+            raise KeyboardInterrupt
+        return objectives.circle(x)
+
+    levels = [f, lambda x: x[..., 0].square(), lambda x: x[..., 1]]
+    result = minimize(levels, dim=2, maxfev=5000)
+    assert (result.status, result.nfev < 1700) == ("interrupted", True)
+    assert len(result.levels) == 3
 
 
 def test_the_status_names_the_reason():

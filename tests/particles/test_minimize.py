@@ -644,7 +644,7 @@ def test_a_result_is_a_mapping():
 )
 def test_maxfev_limits_the_evaluations(settings):
     common = {"num_particles": 20, "xtol": 0.0, "runs": 2, "dynamics": "paper", **settings}
-    for maxfev in range(60, 200, 7):
+    for maxfev in range(81, 200, 7):
         result = minimize_on_circle(maxfev=maxfev, **common)
         assert max(result.nfev) <= maxfev
         value = result.message[0]

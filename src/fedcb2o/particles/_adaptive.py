@@ -59,6 +59,8 @@ class Adaptive:
 
     dt: ClassVar[float] = 0.1  # for adversaries and the history, as hopping has no time
     max_steps: ClassVar[int | None] = None
+    fewest_ensembles: ClassVar[int] = 1
+    batch: ClassVar[int | None] = None
     radius: ClassVar[float] = math.inf
     needs_gradient: ClassVar[bool] = False
     keeps_x0: ClassVar[bool] = True

@@ -91,6 +91,7 @@ class Paper:
 
     keeps_x0: ClassVar[bool] = False
     max_steps: ClassVar[int | None] = 2000  # default of maxiter
+    fewest_ensembles: ClassVar[int] = 2  # evaluated ones, so that there is a step
 
     def __post_init__(self) -> None:
         not_negative = ("lambda2", "sigma2", "delta_q", "xtol")

@@ -44,7 +44,7 @@ class Cloud:
         excess = math.sqrt(max(0.0, (number - 1) / (dim + 1))) - 1
         self._damping = 1 + 2 * max(0.0, excess) + self._step_rate
         self._mean_length = math.sqrt(dim) * (1 - 1 / (4 * dim) + 1 / (21 * dim**2))
-        self._longest = math.sqrt(dim) + 2 * dim / (dim + 2)
+        self.longest = math.sqrt(dim) + 2 * dim / (dim + 2)
 
     def stretch(self, normals: Array) -> Array:
         """Turn standard normals [n, d] into offsets [n, d] from m."""
@@ -71,7 +71,7 @@ class Cloud:
         moves = offsets / self.step
         length = np.linalg.norm(self._invert(moves), axis=1, keepdims=True)
         # Malicious particles may be anywhere. A cut length bounds their effect on s and C.
-        moves = moves * np.minimum(1.0, self._longest / length.clip(1e-300))
+        moves = moves * np.minimum(1.0, self.longest / length.clip(1e-300))
         move = self.weights @ moves
 
         # 1. The step size grows if consecutive moves of m agree.

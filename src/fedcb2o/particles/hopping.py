@@ -37,6 +37,7 @@ _START_SHARE = 0.2  # share of the first ensemble whose mean is the first consen
 _HOLD = 0.5  # violation of m, relative to the ensemble's, from which w grows
 _GROWTH = 0.4  # largest logarithmic growth of w in a generation, over sqrt(d)
 _DECAY = 0.3
+_RUNAWAY = 1e4  # growth of w after which a wide ensemble sees no slope of L, only its waves
 _MAX_EXCLUDED = 0.25  # share of excluded particles from which w falls: L has one side only
 _OVERSHOOT = (0.5, 1.5)  # length of the step of one particle to smaller L, over Newton's
 _LATE = 0.5  # share of the budget after which L alone counts for a while, if L has no interior yet
@@ -55,7 +56,6 @@ _FOCUS_BATCHES = 4  # steps of uniform points before an ensemble about a candida
 _FOCUS_SHARE = 0.25  # the same, where ensembles about candidates replace local searches
 _MAX_SINGLE = 1 / 3  # share of searches that may end at points of their own
 _MAX_FAILURES = 3  # local searches without success in a row, after which there are none
-_MAX_CANDIDATES = 6  # points of a step that are compared with their neighbours
 _MAX_ARCHIVE = 4096  # uniform points that candidates are compared with
 _FOCUS_STEP = 0.05  # first step size about a candidate, relative to the box
 _RIVAL = 1e-6  # difference of objectives that a local search may gain, over their spread
@@ -287,7 +287,7 @@ class Hopper:
         count = len(order)
         radius = 0.5 * min(1.0, 2 * math.log(count) / count) ** (1 / max(1, self._is_free.sum()))
         newest = sorted(range(count - len(rows), count), key=rank.__getitem__)
-        for k in newest[:_MAX_CANDIDATES]:
+        for k in newest:
             better = cubes[order[: rank[k]]]
             is_near = (abs(better - cubes[k]) <= radius).all(1)
             if np.isfinite(violation[k]) and not is_near.any():
@@ -442,7 +442,7 @@ class Hopper:
             self._scale = _spread(lower)
             self._upper_scale = _spread(upper)
         slope = _spread(violation)
-        self._weight = _spread(upper) / slope if slope > 0 else 1.0
+        self._weight = self._first_weight = _spread(upper) / slope if slope > 0 else 1.0
 
         generation = max(4, (self.n + self.num_malicious) * self._frozen)
         self._batches_needed = self._frozen
@@ -489,10 +489,12 @@ class Hopper:
         count = round(10 + 30 * len(self.m) / len(points))
         recent = np.array(self._recent[-count:])
         is_flat = len(recent) == count and np.ptp(recent) <= _FLAT * abs(recent).max()
+        has_grown = self._weight > _RUNAWAY * self._first_weight
+        is_lost = has_grown and cloud.radius > _CHALLENGE_RADIUS
         is_converged = self._is_scouting and cloud.radius <= _AGREEMENT
         if is_converged and self.best.x is not self._x:  # ends at a worse point than another one
             self._end_ensemble()
-        elif cloud.radius <= self._collapse or is_flat or cloud.generation > longest:
+        elif cloud.radius <= self._collapse or is_flat or cloud.generation > longest or is_lost:
             self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
             self._end_ensemble()
         elif self.searches and not self._is_refined and cloud.radius <= _COARSE:
@@ -533,8 +535,10 @@ class Hopper:
         steepness = float(whitened @ whitened)
         if violation[0] == 0 or steepness <= 0:
             return None
+        # A step out of the region of the particles would end in a corner of the box.
+        length = min(violation[0] / steepness, 2 * self._cloud.longest / math.sqrt(steepness))
         step = np.zeros_like(self.m)
-        step[self._is_free] = -violation[0] / steepness * slope * self.width[self._is_free]
+        step[self._is_free] = -length * slope * self.width[self._is_free]
         return step
 
     def _consider(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:

@@ -130,9 +130,12 @@ def start_runs(
     # 2. Draw the particles.
     walls, box = build_box(bounds, initial, x0, spread, dim)
     default = dynamics.default_num_particles(len(box[0]))
-    if maxfev is not None:  # half of a small budget, with the evaluation of x
-        default = min(default, max(2, maxfev // 2))
     lower, upper, gradient = functions
+    k = 1 if callable(lower) else max(1, len(lower))
+    num_malicious = sum(adversary.num_particles for adversary in groups)
+    batch = dynamics.batch or 0
+    if maxfev is not None:  # two ensembles of a small budget, with their batches, and x
+        default = min(default, max(2, ((maxfev // k - 1) // 2 - batch - num_malicious) // k))
     # A gradient that no term reads would cost a backward pass in each step.
     gradient = gradient if dynamics.needs_gradient else False
     clusters = build_clusters(lower, upper, gradient, num_particles, initial, default)
@@ -148,10 +151,15 @@ def start_runs(
         raise ConfigError(
             "all particles start at one point, and agree before the first step: spread `initial`"
         )
-    total = theta.shape[1] * len(clusters) + len(clusters)
+    if batch and dynamics.needs_gradient:
+        batch = theta.shape[1]
+    # Without adversaries a smaller ensemble uses the rest of an adaptive budget.
+    count = 2 if groups else dynamics.fewest_ensembles
+    total = k * (count * (theta.shape[1] + batch) + 1)
     if maxfev is not None and total > maxfev:
+        ensembles = "the first ensemble" if count == 1 else "two ensembles"
         raise ConfigError(
-            f"`maxfev` = {maxfev} is too small: the first ensemble and x need {total} evaluations;"
+            f"`maxfev` = {maxfev} is too small: {ensembles} and x need {total} evaluations;"
             " take fewer particles by `num_particles`, or more evaluations"
         )
     has_first = x0 is not None and dynamics.keeps_x0

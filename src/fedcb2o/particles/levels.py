@@ -178,6 +178,8 @@ def minimize_in_order(
         results.append((yield from steps(*objectives, **stage)))
         for level in levels[: k + 1] if k == first else [levels[k]]:
             level.finish(results[-1].x)
+        if results[-1].status in ("interrupted", "callback"):
+            break
 
     # The result is that of the last stage, under the names of the first and the last level.
     last = results[-1]
