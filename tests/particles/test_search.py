@@ -263,6 +263,26 @@ def test_the_best_point_is_known_at_any_time():
     assert search.best.lower == circle(points)[row]
     assert search.best.upper == G(points)[row]
 
+    # Single points count at once, and so do points of the user's own.
+    better = search.ask()[:2]
+    search.tell([1e-3, 1e-4], [0.0, 2.0], points=better)
+    assert (search.best.x.tolist(), search.best.upper) == (better[1].tolist(), 2.0)
+    search.tell(1e-5, 3.0, points=[0.0, -1.0])
+    assert (search.best.x.tolist(), search.best.lower) == ([0.0, -1.0], 1e-5)
+
+
+def test_single_points_need_the_scales_of_constraints_to_be_judged():
+    """The scale is the median violation of the first ensemble."""
+    measured = optimize.NonlinearConstraint(None, -np.inf, 1.0)
+    search = fedcb2o.Search(2, constraints=measured, num_particles=4)
+    points = search.ask()
+    search.tell([(7.0, 0.5)], points=points[0])
+    assert search.best is None
+    search.tell([(5.0, 3.0), (4.0, 2.0), (3.0, 4.0)], points=points[1:])
+    assert (search.best.lower, search.best.upper) == (0.0, 7.0)
+    search.tell([(6.0, 1.0)], points=[0.1, 0.1])
+    assert search.best.upper == 6.0
+
 
 def test_workers_that_die_and_lie_do_not_change_the_result():
     generator = np.random.default_rng(0)

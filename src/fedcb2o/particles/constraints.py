@@ -71,6 +71,11 @@ class Constraints:
         """Largest violation [...] at each point of the latest call, in the constraints' units."""
         return torch.cat(self.latest, -1).amax(-1)
 
+    @property
+    def has_scale(self) -> bool:
+        """Return whether the first ensemble has been evaluated."""
+        return self._scale is not None
+
     def __init__(
         self, items: Sequence[Constraint], tol: float = 1e-4, inner: Objective | None = None
     ) -> None:

@@ -84,10 +84,10 @@ class Ledger:
             if len(self._known) < 2 and self._values[row] and self._settled[row] is None:
                 self._accept(row, self._values[row][-1][1])
 
-    def values(self) -> list[Array] | None:
-        """Return the settled numbers of all points, or None before all are settled."""
-        values = [value for value in self._settled if value is not None]
-        return values if len(values) == len(self._settled) else None
+    def settled(self) -> tuple[list[int], Array]:
+        """Return the rows and the numbers of the settled points."""
+        rows = [row for row, value in enumerate(self._settled) if value is not None]
+        return rows, np.array([self._settled[row] for row in rows], dtype=float)
 
     def suspicion(self, worker: Hashable) -> float:
         """Return the share of wrong values of a worker among the checked ones, with a prior."""

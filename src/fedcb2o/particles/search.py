@@ -39,15 +39,6 @@ class Best(NamedTuple):
     upper: float
 
 
-class _Told(NamedTuple):
-    """Checked values of points [..., d]."""
-
-    lower: Tensor  # L, or the objective with constraints [...]
-    upper: Tensor | None  # G, if there is one [...]
-    gradient: Tensor | None  # gradient of L, if a step needs it [..., d]
-    constraints: list[Tensor]  # values of the measured constraints [..., m]
-
-
 class Search:
     """`minimize` for users who evaluate points themselves: a simulator, a cluster, by hand.
 
@@ -201,20 +192,33 @@ class Search:
                     "single points have no gradient: tell all points of a step at once"
                 )
             at = _check_points(points, at)
-        told = self._check(request, at, lower, upper, gradient, constraints)
-        entry: dict[str, Any] = {"lower": told.lower.tolist()}
-        for name, tensor in (("upper", told.upper), ("gradient", told.gradient)):
-            if tensor is not None:
-                entry[name] = tensor.tolist()
-        if told.constraints:
-            entry["constraints"] = [values.tolist() for values in told.constraints]
+        # L, G if there is one, and the measured constraints.
+        told = [_check_values("lower", lower, at[..., 0])]
+        if self._settings["upper"]:
+            told.append(_check_values("upper", upper, at[..., 0]))
+        elif upper is not None:
+            raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
+        slope = None
+        if request.gradient:
+            slope = _check_values("gradient", gradient, at)
+        elif gradient is not None:
+            raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
+        measured = [_measured_values(values, at) for values in constraints]
+        names = ("lower", "upper")[: len(told)]
+        entry: dict[str, Any] = {
+            name: values.tolist() for name, values in zip(names, told, strict=True)
+        }
+        if slope is not None:
+            entry["gradient"] = slope.tolist()
+        if measured:
+            entry["constraints"] = [values.tolist() for values in measured]
         if points is not None:
             entry |= {"points": at.tolist(), "worker": _check_worker(worker)}
         self._record(entry)
         if points is None:
-            self._send(request, self._values(request, at, told))
+            self._send(request, [*told, *measured], slope)
         else:
-            self._add_part(request, at.reshape(-1, at.shape[-1]), told, worker)
+            self._add_part(request, at.reshape(-1, at.shape[-1]), [*told, *measured], worker)
 
     def drop(self, worker: str | int) -> None:
         """Forget a worker that is gone: its points go to others.
@@ -238,84 +242,77 @@ class Search:
         """
         return self._ledger.suspicion(worker)
 
-    def _check(
-        self,
-        request: EvaluationRequest,
-        points: Tensor,
-        lower: Any,
-        upper: Any,
-        gradient: Any,
-        constraints: Any,
-    ) -> _Told:
-        low = _check_values("lower", lower, points[..., 0])
-        up = None
-        if self._settings["upper"]:
-            up = _check_values("upper", upper, points[..., 0])
-        elif upper is not None:
-            raise ConfigError("`upper` was not requested: a search with G is Search(upper=True)")
-        slope = None
-        if request.gradient:
-            slope = _check_values("gradient", gradient, points)
-        elif gradient is not None:
-            raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
-        return _Told(low, up, slope, [_measured_values(values, points) for values in constraints])
-
     def _add_part(
-        self, request: EvaluationRequest, points: Tensor, told: _Told, worker: str | int | None
+        self, request: EvaluationRequest, points: Tensor, told: list[Tensor], worker: Any
     ) -> None:
         """Keep the values of points [n, d] of the step, or of the user's own."""
-        parts = [part for part in (told.lower, told.upper, *told.constraints) if part is not None]
-        columns = [part.reshape(len(points), -1) for part in parts]
+        columns = [part.reshape(len(points), -1) for part in told]
         self._widths = [column.shape[1] for column in columns]
         numbers = torch.cat(columns, 1).double().cpu().numpy()
         for k, value in enumerate(numbers):
             rows = self._ledger.rows(points[k].double().cpu().numpy())
             if not rows:
-                point = points[k : k + 1]
-                self._own.append((point, self._split(value[None], point)))
+                self._own.append((points[k : k + 1], value[None]))
+                self._judge(request, *self._own[-1])
             for row in rows:
                 self._ledger.add(row, worker, value)
         self._finish_step(request)
 
     def _finish_step(self, request: EvaluationRequest) -> None:
-        """Take a step if all points are settled."""
-        values = self._ledger.values()
-        if values is not None:
-            points = request.user_points
-            told = self._split(np.stack(values), points)
-            self._send(request, self._values(request, points, told))
+        """Judge the settled points, and take a step if all points are settled."""
+        points = request.user_points
+        rows, numbers = self._ledger.settled()
+        if len(rows) == len(points.reshape(-1, points.shape[-1])):
+            self._send(request, self._split(numbers, points))
+        elif rows:
+            self._judge(request, points.reshape(-1, points.shape[-1])[rows], numbers)
 
-    def _split(self, numbers: Any, points: Tensor) -> _Told:
-        """Return the values of points from their numbers [n, m]."""
+    def _split(self, numbers: Any, points: Tensor) -> list[Tensor]:
+        """Return L, G and the constraints of points from their numbers [n, m]."""
         parts = [
             torch.from_numpy(part).to(points).reshape(*points.shape[:-1], -1)
             for part in np.split(numbers, np.cumsum(self._widths)[:-1], axis=1)
         ]
-        lower = parts.pop(0)[..., 0]
-        upper = parts.pop(0)[..., 0] if self._settings["upper"] else None
-        return _Told(lower, upper, None, parts)
+        count = 2 if self._settings["upper"] else 1
+        return [*(part[..., 0] for part in parts[:count]), *parts[count:]]
 
-    def _values(self, request: EvaluationRequest, points: Tensor, told: _Told) -> Values:
-        """Return the values of points as functions would return them."""
-        low, up = told.lower, told.upper
+    def _values(
+        self, request: EvaluationRequest, points: Tensor, told: list[Tensor], slope: Any = None
+    ) -> Values:
+        """Return the values of points as functions would return them, and keep the best point."""
+        low, *measured = told
+        up = measured.pop(0) if self._settings["upper"] else None
         level = request.lower
         if isinstance(level, Constraints):
             is_single = level.inner is None
-            low = level(points, told.constraints, None if is_single else low)
-            up = told.lower if is_single else up
+            up = low if is_single else up
+            low = level(points, measured, None if is_single else low)
         theta = points.reshape(-1, *points.shape[-2:])
-        return to_values(theta, low, up, told.gradient, radius=request.radius)
+        values = to_values(theta, low, up, slope, radius=request.radius)
+        lower = values.lower.flatten()
+        upper = lower if values.upper is None else values.upper.flatten()
+        row = int(np.lexsort((upper.cpu().numpy(), lower.cpu().numpy()))[0])
+        x = theta.reshape(-1, theta.shape[-1])[row].clone()
+        best = Best(x, float(lower[row]), float(upper[row]))
+        if np.isfinite(best.lower) and (self.best is None or best[1:] < self.best[1:]):
+            self.best = best
+        return values
 
-    def _send(self, request: EvaluationRequest, values: Values) -> None:
+    def _judge(self, request: EvaluationRequest, points: Tensor, numbers: Any) -> Values | None:
+        """Return the values of single points, or None while constraints have no scale."""
+        if isinstance(request.lower, Constraints):
+            if not request.lower.has_scale:
+                return None
+            # Constraints remember the points of their latest call.
+            request = dataclasses.replace(request, lower=copy.copy(request.lower))
+        return self._values(request, points, self._split(numbers, points))
+
+    def _send(self, request: EvaluationRequest, told: list[Tensor], slope: Any = None) -> None:
         """Take a step with the values of all points."""
-        self._consider(request.theta, values)
-        lower = request.lower
-        for points, told in self._own:
-            if isinstance(lower, Constraints):  # it remembers the points of its latest call
-                lower = copy.copy(lower)
-            at_points = dataclasses.replace(request, lower=lower)
-            own = self._values(at_points, points, told)
-            self._consider(points[None], own)
+        values = self._values(request, request.user_points, told, slope)
+        for points, numbers in self._own:
+            own = self._judge(request, points, numbers)
+            assert own is not None
             request.own.append((points, own))
         self._own = []
         self._request = None
@@ -329,16 +326,6 @@ class Search:
         self._request = request
         points = request.user_points
         self._ledger.open(points.reshape(-1, points.shape[-1]).double().cpu().numpy())
-
-    def _consider(self, theta: Tensor, values: Values) -> None:
-        lower = values.lower.flatten()
-        upper = lower if values.upper is None else values.upper.flatten()
-        row = int(np.lexsort((upper.cpu().numpy(), lower.cpu().numpy()))[0])
-        best = Best(
-            theta.reshape(-1, theta.shape[-1])[row].clone(), float(lower[row]), float(upper[row])
-        )
-        if np.isfinite(best.lower) and (self.best is None or best[1:] < self.best[1:]):
-            self.best = best
 
     def _record(self, entry: dict[str, Any]) -> None:
         self._log.append(entry)
