@@ -13,6 +13,7 @@ from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load
 from fedcb2o.experiments.config.datasets import load_dataset
 from fedcb2o.experiments.config.prepared_seed import prepare_seed
+from fedcb2o.report import compare
 
 # From round 2 on, steps are so large that models become worse.
 WORSE = {"schedule": {"name": "StepLR", "step_size": 1, "gamma": 30.0}, "gamma": 0.02}
@@ -55,6 +56,21 @@ def test_the_kept_model_is_that_of_the_round_with_the_lowest_validation_loss(tmp
     attacker = int(np.flatnonzero(done.agents.malicious)[0])
     with pytest.raises(RunError, match="has no validation samples, and no best model"):
         done.model(attacker, best=True)
+
+
+def test_a_comparison_has_the_accuracy_of_the_best_round_beside_the_last(tmp_path):
+    training = {**WORSE, "gamma": 0.2}
+    done = run(tiny(rounds=3, keep_best=True, training=training), tmp_path)
+    label = "Accuracy, round of the lowest validation loss"
+    benign = np.flatnonzero(~done.agents.malicious)
+    best = [
+        done.records.query("agent == @row.agent and round == @row.round").accuracy.item()
+        for row in done.best_rounds().itertuples()
+    ]
+    assert len(best) == len(benign)
+    table = compare([done])
+    assert table.loc[label].item() == f"{100 * np.mean(best):.1f}"
+    assert table.loc[label].item() != table.loc["Overall accuracy"].item()
 
 
 def test_a_resumed_run_keeps_the_same_models(tmp_path):

@@ -43,7 +43,7 @@ RECORD = {
     "received": [{"id": 1, "round": 2, "seconds": 0.1, "weight": 0.75}], "late": [], "behind": [2],
     "no_model": [], "relay_down": [3], "alone_rounds": 3, "class_gains": {},
     "gain": {"samples": 99, "accuracy": 0.75, "alone": 0.5, "low": 0.125, "high": 0.375},
-    "refused": {"2": "hash"}, "sent": 10, "got": 20, "seconds": {"round": 1.5},
+    "metrics": {"auc": 0.5, "f1": None}, "refused": {"2": "hash"}, "sent": 10, "got": 20, "seconds": {"round": 1.5},
 }  # fmt: skip
 
 
@@ -153,6 +153,8 @@ def test_health_and_metrics_follow_the_rounds(monkeypatch, tmp_path):
             "fedcb2o_gain_low 0.125",
             "fedcb2o_gain_high 0.375",
             "fedcb2o_accuracy_alone 0.5",
+            'fedcb2o_metric{name="auc"} 0.5',
+            'fedcb2o_metric{name="f1"} NaN',
             'fedcb2o_models_refused_total{reason="hash"} 1.0',
             'fedcb2o_traffic_bytes_total{direction="received"} 20.0',
             "fedcb2o_notes_total 1.0",

@@ -35,6 +35,7 @@ _ATTACK_METRIC = "attack_success_rate"
 _MAX_SOURCE_SAMPLES = 3  # agents with more are in one group
 LABELS = {
     **{name: METRICS[name].label for name in (*STANDARD_METRICS, *OPTIONAL_METRICS)},
+    "best_round": "Accuracy, round of the lowest validation loss",
     "local": "Local baseline",
     "gain": "Gain over training alone",
     "net": "Net attack success",
@@ -106,6 +107,8 @@ def _compare_column(run: Run, runs: Sequence[Run], over: AgentSummary) -> dict[s
             values = table[name + suffix]
             cells[LABELS[name]] = format_mean_interval(values, percent=METRICS[name].is_percent)
     if over == "mean":
+        if run.complete and run.config.get("keep_best"):
+            cells[LABELS["best_round"]] = format_mean_interval(_accuracy_of_best(run))
         cells |= _gain_cells(run, runs)
         net = net_attack_success(run, runs)
         cells[LABELS["net"]] = format_mean_interval(net, is_difference=True)
@@ -133,6 +136,12 @@ def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
         LABELS["local"]: format_mean_interval(means.accuracy_local),
         LABELS["gain"]: format_mean_interval(gain, is_difference=True),
     }
+
+
+def _accuracy_of_best(run: Run) -> pd.Series:
+    """Return the mean accuracy of benign agents, each in its best round, by seed."""
+    best = run.best_rounds().merge(run.records, on=["seed", "agent", "round"])
+    return best[~best.malicious].groupby("seed").accuracy.mean()
 
 
 def find_local_baseline(run: Run, among: Sequence[Run] = ()) -> Run | None:

@@ -47,6 +47,8 @@ class NodeMetrics:
             "train_loss": server.gauge("train_loss", "Training loss of the last round"),
             "own_weight": server.gauge("own_weight", "Weight of the node's own model"),
         }
+        # Chosen metrics of the test samples; NaN stands for one without a value.
+        self._chosen = server.gauge("metric", "Metric of the key `metrics`", "name")
         text = "Accuracy minus that of training alone on the same samples, NaN if not comparable"
         self._gain = {
             "gain": server.gauge("gain", text),
@@ -84,6 +86,8 @@ class NodeMetrics:
         for key, gauge in self._gauges.items():
             if line.get(key) is not None:
                 gauge.set(line[key])
+        for key, value in line.get("metrics", {}).items():
+            self._chosen.labels(key).set(math.nan if value is None else value)
         self._peers.set(len(line["alive"]))
         self._seconds.set(line["seconds"]["round"])
         self._received.inc(len(line["received"]))
