@@ -4,6 +4,7 @@ import ast
 import contextlib
 import functools
 import re
+import tomllib
 from pathlib import Path
 
 import numpy as np
@@ -17,19 +18,10 @@ from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.wire.protocol import MalformedError, decode_offer
 
 ROOT = Path(__file__).parents[2]
-ROW = re.compile(r"^\| ([a-z]+-\d+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+GOAL = re.compile(r"^- \*\*([a-z]+-\d+)\*\*: (.+)$", re.MULTILINE)
 UNSAFE_MODULES = {"cloudpickle", "code", "dill", "marshal", "pickle", "runpy", "shelve", "yaml"}
 UNSAFE_CALLS = {"eval", "exec", "compile", "__import__"}
 UNSAFE_METHODS = {("torch", "load"), ("joblib", "load"), ("os", "system")}
-
-
-def goals() -> list[tuple[str, str, list[str]]]:
-    """Return the name, the promise and the tests of each goal."""
-    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
-    return [
-        (name, text, re.findall(r"`([^`]+::[^`]+)`", tests))
-        for name, text, tests in ROW.findall(page)
-    ]
 
 
 @functools.cache
@@ -40,15 +32,17 @@ def functions(path: Path) -> set[str]:
 
 
 def test_every_goal_has_a_name_and_existing_tests():
-    table = goals()
-    assert len(table) >= 39
-    assert len({name for name, _, _ in table}) == len(table)
-    assert [name for name, _, tests in table if not tests] == []
-    assert [text for _, text, _ in table if not text.endswith(".")] == []
-    named = [test.split("::") for _, _, tests in table for test in tests]
+    page = (ROOT / "docs" / "threat-model.md").read_text(encoding="utf-8")
+    goals = GOAL.findall(page)
+    tests = tomllib.loads((ROOT / "tests" / "peer" / "goals.toml").read_text(encoding="utf-8"))
+    assert len(goals) >= 39
+    assert [name for name, _ in goals] == list(tests)
+    assert [text for _, text in goals if not text.endswith(".")] == []
+    assert [name for name, named in tests.items() if not named] == []
+    files = [test.split("::") for named in tests.values() for test in named]
     missing = [
         (file, name)
-        for file, name in named
+        for file, name in files
         if not (ROOT / "tests" / file).is_file() or name not in functions(ROOT / "tests" / file)
     ]
     assert missing == []
