@@ -25,8 +25,13 @@ def imported_names(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield from imported_by_text(node.value)
-        elif isinstance(node, ast.Call) and "import" in ast.unparse(node.func):
+        elif isinstance(node, ast.Call) and "import" in called_name(node):
             yield from imported_by_call(node, tree)
+
+
+def called_name(call: ast.Call) -> str:
+    """Return the last name of a called function."""
+    return getattr(call.func, "attr", getattr(call.func, "id", ""))
 
 
 def imported_by_call(call: ast.Call, tree: ast.AST) -> Iterator[str]:

@@ -28,6 +28,7 @@ from tests.tiny import (
     cells_in_this_process,
     command,
     run_cli,
+    set_processors,
     tiny,
     write,
 )
@@ -87,6 +88,7 @@ def test_new_writes_an_experiment_that_runs_from_toml_and_python(tmp_path, monke
     assert run_cli("new", str(tmp_path)).status == 0
     assert "exists: choose another folder" in run_cli("new", str(tmp_path)).one_line()
     monkeypatch.chdir(tmp_path)
+    set_processors(monkeypatch, 1)  # workers would import PyTorch
     text = (tmp_path / "mine.toml").read_text().replace("rounds = 15", "rounds = 2")
     (tmp_path / "mine.toml").write_text(text)
     assert run_cli("run", "mine.toml", "--seeds", "0", "--quiet").status == 0

@@ -120,7 +120,8 @@ def test_a_script_continues_after_a_run_without_an_error_stream(printing_run, tm
     assert bits(tmp_path / "run") == expected
 
 
-@pytest.mark.parametrize("fault", [pytest.param("closed", marks=pytest.mark.slow), "broken"])
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", ["closed", "broken"])
 def test_minimize_writes_its_result_without_standard_streams(tmp_path, fault):
     words = [FEDCB2O, "minimize", "circle", "--out", tmp_path / "result.json"]
     assert run_with_fault(words, fault, tmp_path)[0] == 0
@@ -146,7 +147,6 @@ def test_a_grid_and_its_report_succeed_without_standard_streams(tmp_path, fault)
         (["--version"], "closed", 2, "Error: cannot write the output: it is closed\n"),
         (["--version"], "full", 2, "Error: cannot write the output: No space left on device\n"),
         (["--help"], "broken", 1, ""),
-        (["presets"], "broken", 1, ""),
     ],
 )
 def test_a_command_that_only_prints_fails_without_standard_output(

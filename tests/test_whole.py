@@ -40,7 +40,7 @@ RELU = Tolerances(relative=2e-2, weight=2e-2, margin=5e-2)
 BASE: dict[str, Any] = {
     "name": "whole",
     "seeds": [SEED],
-    "rounds": 4,
+    "rounds": 3,
     "data": {"name": "digits"},
     "agents": {
         "benign": 3,
@@ -81,7 +81,6 @@ CASES: dict[str, dict[str, Any]] = {
             },
         },
     },
-    "FedCBO": {"algorithm": {"name": "fedcbo", "own_model": "judged", "mixing_factor": 1.0}},
     "FedCBO as in the paper": {"agents": PAPER, "algorithm": {"name": "fedcbo", "lambda1": 4.0}},
     "T_G inside the run, sleepers": {
         "rounds": 5,
@@ -132,12 +131,6 @@ CASES: dict[str, dict[str, Any]] = {
         "agents": {"initialisation": "independent"},
         "training": {"gamma": 0.05, "batch_size": 8, "local_epochs": 2},
     },
-    "CNN": {
-        "model": CNN,
-        "agents": {**PAPER, **FEW},
-        "training": FAST,
-        "algorithm": {"name": "fedcb2o", "lambda1": 2.5},
-    },
     "CNN, T_G, mixed whole": {
         "model": CNN,
         "agents": FEW,
@@ -154,35 +147,6 @@ CASES: dict[str, dict[str, Any]] = {
             "mixing_factor": 1.0,
             "guards": {"newcomer_share": 0.3, "interpolation": 0.5, "loss_tolerance": 1.0},
         },
-    },
-    "guards, nothing held out": {
-        "rounds": 5,
-        "agents": {"benign_samples": 30, "hold_out": False, "validation": 1.0},
-        "algorithm": {
-            "name": "fedcb2o",
-            "beta": 0.5,
-            "alpha": 1.0,
-            "own_model": "judged",
-            "mixing_factor": 1.0,
-            "guards": {"newcomer_share": 0.3, "min_distance": 1.2, "interpolation": 0.5},
-        },
-    },
-    "guards, a CNN, T_G": {
-        "model": CNN,
-        "agents": {**FEW, "budget": 2},
-        "training": FAST,
-        "algorithm": {
-            "name": "fedcb2o",
-            "criterion_from_round": 2,
-            **MIXED,
-            "guards": {"max_distance": 0.4, "interpolation": 0.4, "loss_tolerance": 2.0},
-        },
-    },
-    "guards, DFedAvgM": {
-        "algorithm": {
-            "name": "dfedavgm",
-            "guards": {"newcomer_share": 0.5, "max_distance": 0.5, "min_distance": 1.1},
-        }
     },
     "the gap of the worst perturbations": {
         "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
@@ -214,12 +178,9 @@ CASES: dict[str, dict[str, Any]] = {
             "mixing_factor": 1.0,
         },
     },
-    "logistic": {"model": {"name": "logistic"}, "algorithm": {"name": "fedcb2o", **MIXED}},
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
     "MLP": {"model": {"name": "mlp", "hidden": [12]}, "agents": PAPER},
-    "MLP, DFedAvgM": {"model": {"name": "mlp", "hidden": [12]}, "algorithm": {"name": "dfedavgm"}},
-    "CNN": {"rounds": 3, "model": {"name": "cnn", "hidden": 16}, "agents": {**PAPER, **FEW}},
     "CNN, mixed whole": {
         "rounds": 3,
         "model": {"name": "cnn", "hidden": 16, "dense_activation": "none"},

@@ -1,9 +1,11 @@
 """Commands for keys, versions, backups and relays: they start without PyTorch."""
 
+import json
 import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -21,26 +23,30 @@ from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.relayed import open_transport
 
 LARGE = "{'torch', 'pandas', 'ray', 'scipy', 'matplotlib'}"
-PROGRAM = (
-    "import sys\nfrom fedcb2o.cli import main\ntry: main()\nfinally:\n    "
-    f"print('LOADED', *sorted({LARGE} & set(sys.modules)))"
-)
+PROGRAM = f"""
+import json, sys
+from fedcb2o.cli import main
+status = 0
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["fedcb2o", "peer", *words]
+    try:
+        main()
+    except SystemExit as error:
+        status = status or error.code
+    print("LOADED", *sorted({LARGE} & set(sys.modules)), flush=True)
+sys.exit(status)
+"""
 MAX_RELAY_BYTES = 80 * 10**6
 MODEL = Answer(AnswerStatus.OK, bytes(2**20))
 
 
-def start(*words: object) -> subprocess.Popen[str]:
+def start(*commands: Sequence[object]) -> subprocess.Popen[str]:
+    """Start a process that runs commands one after another."""
+    words = json.dumps([[*map(str, command)] for command in commands])
     return subprocess.Popen(
-        [sys.executable, "-c", PROGRAM, "peer", *map(str, words)],
+        [sys.executable, "-c", PROGRAM, words],
         env=ENVIRONMENT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
-
-
-def assert_light(*words: object) -> None:
-    process = start(*words)
-    out, err = process.communicate(timeout=60)
-    assert out.splitlines()[-1] == "LOADED", err
-    assert process.returncode == 0, err
 
 
 @pytest.fixture
@@ -51,20 +57,26 @@ def relay_keys(tmp_path):
 def test_commands_start_without_pytorch(federation_file, organisations, relay_keys, tmp_path):
     keys = organisations[0].folder
     two = tmp_path / "two.toml"
-    assert_light("identity", "--name", "a", "--out", tmp_path / "keys")
-    assert_light("renew", "--identity", tmp_path / "keys")
-    assert_light("amend", federation_file, "--remove", "org-3", "--out", two)
-    assert_light("sign", two)
-    assert_light("sign", two, "--identity", keys)
     run = tmp_path / "run"
     run.mkdir()
     (run / "federation.toml").write_bytes(federation_file.read_bytes())
     backup = tmp_path / "backup.tar.gz"
-    assert_light("backup", "--identity", keys, "--run", run, "--out", backup)
     new = ["--identity", tmp_path / "restored", "--run", tmp_path / "restored-run"]
-    assert_light("restore", backup, *new)
-    for command in ("check", "run", "relay", "federation", "report"):
-        assert_light(command, "--help")
+    commands = [
+        ["identity", "--name", "a", "--out", tmp_path / "keys"],
+        ["renew", "--identity", tmp_path / "keys"],
+        ["amend", federation_file, "--remove", "org-3", "--out", two],
+        ["sign", two],
+        ["sign", two, "--identity", keys],
+        ["backup", "--identity", keys, "--run", run, "--out", backup],
+        ["restore", backup, *new],
+        *([name, "--help"] for name in ("check", "run", "relay", "federation", "report")),
+    ]
+    process = start(*commands)
+    out, err = process.communicate(timeout=60)
+    loaded = [line for line in out.splitlines() if line.startswith("LOADED")]
+    assert loaded == ["LOADED"] * len(commands), err
+    assert process.returncode == 0, err
 
 
 def resident_bytes(process: int) -> int:
@@ -75,7 +87,7 @@ def resident_bytes(process: int) -> int:
 
 @needs_proc
 def test_a_relay_takes_at_most_80_megabytes(federation_file, organisations, relay_keys):
-    process = start("relay", federation_file, "--identity", relay_keys.folder)
+    process = start(["relay", federation_file, "--identity", relay_keys.folder])
     federation = read_federation(federation_file)
     location = relay_keys.folder / "relay.member.toml"
     first, second = (

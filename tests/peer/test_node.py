@@ -150,7 +150,7 @@ ALGORITHMS = {
     "all guards": {**JUDGED, "guards": ALL_GUARDS},
     **{name: {**JUDGED, "guards": guard} for name, guard in GUARDS.items()},
 }
-SLOW = ("released", "everyone", *GUARDS)
+SLOW = ("FedCBO", "released", "T_G", "everyone", "before", *GUARDS)
 
 
 @pytest.mark.parametrize(

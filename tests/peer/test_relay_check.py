@@ -19,7 +19,7 @@ def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three
     relay_file = keys.folder / "relay.member.toml"
 
     def check() -> dict[str, str]:
-        results = check_members(federation, orgs[0], seconds=2, relay=relay_file)
+        results = check_members(federation, orgs[0], seconds=1, relay=relay_file)
         return {result.name: result.error for result in results}
 
     with Relay(members.federated(orgs[1:]), keys):  # without the first member
@@ -76,9 +76,9 @@ def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three,
     relay_file = keys.folder / "relay.member.toml"
     with Relay(first, keys), ThreadPoolExecutor(2) as pool:
         others = [
-            pool.submit(check_members, second, org, seconds=6, relay=relay_file) for org in orgs[1:]
+            pool.submit(check_members, second, org, seconds=3, relay=relay_file) for org in orgs[1:]
         ]
-        results = check_members(first, orgs[0], seconds=5, relay=relay_file)
+        results = check_members(first, orgs[0], seconds=2, relay=relay_file)
         for other in others:
             other.result()
     errors = {result.name: result.error for result in results}
