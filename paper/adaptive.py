@@ -101,14 +101,15 @@ def descent(
         return max(1e-3, math.sqrt(float(np.median(found))))
 
     noise = sigma() / counts.sqrt() if against == "excess" else torch.ones_like(counts)
+    most = noise.amax() / 2  # what the other classes of a model can excuse
 
     def worst_class(d: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         gaps = members @ d / counts
         if against == "gap":
             return gaps.amax()
         median = gaps.median()
-        spread = 1.4826 * (gaps - median).abs().median()
-        return ((gaps - median.clamp(min=0)) / noise.hypot(spread)).amax()
+        spread = (1.4826 * (gaps - median).abs().median()).minimum(most)
+        return ((gaps - median.clamp(min=0).minimum(most)) / noise.hypot(spread)).amax()
 
     benign = [differences(theta) for theta in models]
     bound = factor * max(0.0, float(torch.stack([worst_class(d) for d in benign]).median()))
