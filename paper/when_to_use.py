@@ -1,9 +1,10 @@
 """CB2O, differential evolution, CMA-ES and SLSQP on the problems of docs/when-to-use-cb2o.md.
 
     python paper/when_to_use.py [--runs 5]
+    python paper/when_to_use.py --figures docs/figures
 
-It runs the page's code for the problems, and prints the page's tables. CMA-ES needs the package
-`cma`.
+It runs the page's code for the problems, and prints the page's tables or draws its figures. CMA-ES
+needs the package `cma`.
 """
 
 import argparse
@@ -13,9 +14,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import matplotlib
+import matplotlib.pyplot as plt
 import numpy as np
 import torch
+from matplotlib.axes import Axes
 from scipy import optimize
 
 import fedcb2o
@@ -52,17 +54,66 @@ class Task:
 
 
 def page_namespace() -> dict[str, Any]:
-    """Run the page's code, without its pictures.
+    """Run the page's code.
 
     Returns:
         The names that the code defines.
     """
     blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     names: dict[str, Any] = {}
-    matplotlib.use("agg")
-    code = "\n".join(blocks)
-    exec(re.sub(r"^.*savefig.*$", "", code, flags=re.M), names)  # the project's own page
+    exec("\n".join(blocks), names)  # the project's own page
     return names
+
+
+def draw_arm(page: dict[str, Any], ax: Axes, postures: Array, **style: Any) -> None:
+    """Draw postures of the arm [n, 5] and its target."""
+    for elbows in page["elbows"](postures):
+        ax.plot(*np.concatenate([[[0, 0]], elbows]).T, "o-", markersize=3, **style)
+    ax.plot(*page["TARGET"], "*", color="#D55E00", markersize=12)
+    ax.set_aspect("equal")
+
+
+def draw(page: dict[str, Any], folder: Path) -> None:
+    """Draw the page's figures, from the results of its code."""
+    size: dict[str, Any] = {"figsize": (4.2, 3.6), "layout": "constrained"}
+    figure, ax = plt.subplots(**size)
+    draw_arm(page, ax, page["any_posture"].x.numpy(), color="0.8")
+    draw_arm(page, ax, page["arm"].x.numpy()[None], color="#0072B2")
+    ax.set_title("without G (grey), with least effort (blue)")
+    figure.savefig(folder / "when-arm.png", dpi=90)
+
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3.2), layout="constrained", sharey=True)
+    for ax, (share, postures) in zip(axes, page["postures"].items(), strict=True):
+        draw_arm(page, ax, postures, color="#0072B2", alpha=0.6)
+        ax.set_title(f"{share:.0%} wrong evaluations")
+    figure.savefig(folder / "when-corrupted.png", dpi=90)
+
+    figure, ax = plt.subplots(**size)
+    line, margin = page["line"], -page["minus_margin"](page["line"])
+    for name, colour in ((-1, "#0072B2"), (1, "#D55E00")):
+        ax.plot(*page["centred"][page["side"] == name].T, "o", color=colour, alpha=0.6)
+    along = np.array([-np.sin(line[0]), np.cos(line[0])])
+    normal = np.array([np.cos(line[0]), np.sin(line[0])])
+    for shift, style in ((0, "-"), (margin, ":"), (-margin, ":")):
+        ends = (line[1] + shift) * normal + np.outer([-3, 3], along)
+        ax.plot(*ends.T, style, color="black")
+    ax.set(xlim=(-2.5, 2.5), ylim=(-2.5, 2.5), xlabel="petal length", ylabel="petal width")
+    figure.savefig(folder / "when-margin.png", dpi=90)
+
+    figure, ax = plt.subplots(**size)
+    plain, found = page["plain"], page["fair"].x.numpy()
+    cloud = plain + np.random.default_rng(0).uniform(-0.3, 0.3, (300, 11))
+    for models, marker, colour, label in (
+        (cloud, ".", "0.7", "random models"),
+        (plain, "s", "#D55E00", "logistic regression"),
+        (found, "*", "#0072B2", "CB2O"),
+    ):
+        rates = page["error_rate"](models), page["unfairness"](models)
+        ax.plot(*rates, marker, color=colour, markersize=12 if label == "CB2O" else 6, label=label)
+    ax.axvline(page["error_rate"](plain), color="black", linestyle=":")
+    ax.set(xlabel="share of errors", ylabel="gap between men and women")
+    ax.legend()
+    figure.savefig(folder / "when-fair.png", dpi=90)
 
 
 def welded_beam() -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
@@ -255,13 +306,18 @@ def by_slsqp(task: Task, seed: int) -> Array:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print the tables, or draw the figures."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
-    runs = range(parser.parse_args().runs)
+    parser.add_argument("--figures", type=Path)
+    arguments = parser.parse_args()
+    runs = range(arguments.runs)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     page = page_namespace()
+    if arguments.figures:
+        draw(page, arguments.figures)
+        return
     tasks = build_tasks(page)
 
     print("| weight w | " + " | ".join(f"{weight:g}" for weight in WEIGHTS) + " |")
