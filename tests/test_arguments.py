@@ -169,7 +169,7 @@ CASES = [
     ("numpy", "", None, "returned None, expected numbers"),
     ("numpy", "", "abc", "returned words; expected real numbers"),
     ("point", "", None, "of a point returned None, expected numbers"),
-    ("point", "", [1.0, 2.0], "of a point must return a number"),
+    ("point", "", [1.0, 2.0], "`lower` must return one value a particle"),
     ("call", "", lambda: fedcb2o.Adversary(None, 3), "an adversary's `move` must be a function"),
     (
         "call",

@@ -157,10 +157,15 @@ def test_values_that_are_not_numbers_are_refused(value, message):
             wrap(lambda x: value)(x)
 
 
-@pytest.mark.parametrize("value", [np.zeros(2), [], [[1.0, 2.0]], torch.zeros(3)], ids=str)
-def test_a_function_of_a_point_must_return_one_number(value):
-    with pytest.raises(ConfigError, match="of a point must return a number, got the shape"):
-        fedcb2o.from_point(lambda x: value)(torch.zeros(1, 1))
+@pytest.mark.parametrize("value", [np.zeros(2), [], torch.zeros(3)], ids=str)
+def test_an_objective_of_a_point_returns_one_number(value):
+    """A constraint may return several."""
+    function = fedcb2o.from_point(lambda x: value)
+    assert function(torch.zeros(4, 1)).tolist() == [[0.0] * len(value)] * 4
+    with pytest.raises(ConfigError, match="`lower` must return one value a particle"):
+        fedcb2o.minimize(function, dim=1)
+    with pytest.raises(ConfigError, match="of a point must return a number or a list, got the"):
+        fedcb2o.from_point(lambda x: [value, value])(torch.zeros(1, 1))
 
 
 def log_squared(point):

@@ -11,7 +11,7 @@ from tests.particles.problems import G, double
 from tests.type_checks import VARIABLE
 
 from fedcb2o import Adaptive, ConfigError, Paper, minimize
-from fedcb2o.particles import dynamics, objectives
+from fedcb2o.particles import objectives
 from fedcb2o.particles.cloud import Cloud
 from fedcb2o.particles.hopping import Hopper
 
@@ -198,16 +198,6 @@ def test_a_cloud_learns_the_shape_of_a_valley():
         m = m + cloud.update(offsets[values.argsort()[:12]])
     spread = cloud.stretch(generator.standard_normal((5000, 2))).std(0)
     assert 30 < spread[0] / spread[1] < 300
-
-
-def test_smooth_quantile():
-    """With q_beta = 3 and q_{beta/2} = 2, a particle at 2.5 is half a member."""
-    lower = torch.tensor([1.0, 2.0, 2.5, 3.0])
-    params = dynamics.ConsensusParams(alpha=1.0, beta=1.0, smooth=True)
-    assert dynamics.smooth_membership(lower, params).tolist() == [1.0, 1.0, 0.5, 0.0]
-    assert dynamics.smooth_membership(torch.ones(4), params).tolist() == [1.0] * 4
-    mu = dynamics.consensus_weights(dynamics.Values(lower, torch.zeros(4)), params)
-    assert mu.tolist() == pytest.approx([0.4, 0.4, 0.2, 0.0])
 
 
 def test_ensembles_search_for_a_smaller_g_before_they_agree():

@@ -1235,7 +1235,7 @@ def test_an_empty_radius_is_a_run_error():
         ),
         ({"dim": 0}, "`dim` must be a whole number, at least 1"),
         ({"noise": "isotopic"}, "`noise` must be 'anisotropic' or 'isotropic', got 'isotopic'"),
-        ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged' or 'smooth', got 'mean'"),
+        ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged', got 'mean'"),
         ({"update": "none"}, "`update` must be 'batch' or 'all', got 'none'"),
         (
             {"dtype": torch.float16},

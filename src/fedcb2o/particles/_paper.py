@@ -61,9 +61,8 @@ class Paper:
         delta_q: Addition to the quantile in eq:Q_beta.
         radius: R of eq:Q_beta; particles outside of the ball B_R(0) do not count for the consensus
             point.
-        quantile: "plain", q_beta; "averaged", 2/beta times the integral of q_a over [beta/2, beta]
-            as in eq:Q_beta; or "smooth", the share u^2 (3 - 2 u) of a particle in Q_beta with
-            u = (q_beta + delta_q - L) / (q_beta - q_{beta/2}) cut to [0, 1].
+        quantile: "plain", q_beta; or "averaged", 2/beta times the integral of q_a over
+            [beta/2, beta] as in eq:Q_beta.
         batch: M; each step computes its consensus point from M random particles. No particle comes
             twice before all have come once. None for all particles.
         update: With `batch`, whether the particles of the "batch" move, or "all".
@@ -109,7 +108,7 @@ class Paper:
         settings.check_choices(
             {
                 "`noise`": (self.noise, ("anisotropic", "isotropic")),
-                "`quantile`": (self.quantile, ("plain", "averaged", "smooth")),
+                "`quantile`": (self.quantile, ("plain", "averaged")),
                 "`update`": (self.update, ("batch", "all")),
             }
         )
@@ -304,7 +303,6 @@ class Paper:
             self.delta_q,
             self.radius,
             averaged=self.quantile == "averaged",
-            smooth=self.quantile == "smooth",
         )
 
     def _notes(self, system: System, dim: int) -> tuple[str, ...]:

@@ -57,7 +57,6 @@ class ConsensusParams:
     delta_q: float = 0.0
     radius: float = math.inf  # R of the ball B_R(0)
     averaged: bool = False  # whether Q_beta uses the averaged quantile
-    smooth: bool = False  # whether a slope replaces the edge of Q_beta (`smooth_membership`)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,10 +166,7 @@ def consensus_weights(
     It is a RunError if all values are non-finite, or no particle of Q_beta is in the ball B_R(0).
     """
     mask = values.in_ball
-    if values.upper is not None and params.smooth:
-        share = smooth_membership(values.lower, params)
-        mass = share if mass is None else share * mass
-    elif values.upper is not None:
+    if values.upper is not None:
         mask = consensus.sublevel_mask(
             values.lower, params.beta, delta_q=params.delta_q, averaged=params.averaged, mass=mass
         )
@@ -193,23 +189,6 @@ def consensus_weights(
             f" {params.radius:g} about 0: take a larger radius, or a larger beta or delta_q"
         )
     return mu
-
-
-def smooth_membership(
-    lower: Float[Tensor, "*a n"], params: ConsensusParams
-) -> Float[Tensor, "*a n"]:
-    """Compute the smooth membership of the particles in Q_beta.
-
-    It is u^2 (3 - 2 u) with u = (q_beta + delta_q - L) / (q_beta - q_{beta/2}) in [0, 1], a soft
-    quantile in the manner of SCB2O (Chao, Sun, Riedl, Khadiv and Etesami, "Convergence of
-    Consensus-Based Particle Methods for Nonconvex Bi-Level Optimization", arXiv 2605.19667). Where
-    both quantiles are equal, the edge is sharp.
-    """
-    level = consensus.quantile(lower, params.beta).unsqueeze(-1)
-    width = level - consensus.quantile(lower, params.beta / 2).unsqueeze(-1)
-    room = level + params.delta_q - lower
-    u = torch.where(width > 0, room / width, (room >= 0).to(lower.dtype)).clamp(0, 1)
-    return u.square() * (3 - 2 * u)
 
 
 def consensus_point(

@@ -27,7 +27,6 @@ from fedcb2o.user_values import to_array, to_tensor
 _LOGGER = logging.getLogger(__name__)
 
 _CONVERTED = "_takes_tensors"  # attribute of functions whose form is known
-_AS_VECTOR = "_as_vector"  # attribute of functions of one point: the same for several values
 _NUM_COMPARED = 3  # points whose values alone are compared with those among many
 
 _Call = Callable[[Tensor], Any]
@@ -87,14 +86,40 @@ def from_point(
     """
     settings.check_function("`workers`", workers)
     settings.check_choices({"`errors`": (errors, ("raise", "exclude"))})
-    return _each_point(function, workers=workers, errors=errors)
+    evaluate: Callable[..., Any] = _evaluate_point
+    if errors == "exclude":
+        evaluate = _evaluate_or_describe
+    is_logged = False
+
+    @takes_tensors
+    @functools.wraps(function)
+    def objective(x: Tensor, *args: Any) -> Tensor:
+        nonlocal is_logged
+        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
+        call = functools.partial(evaluate, function, args)
+        values = list(workers(call, points))
+        if len(values) != len(points):
+            raise ConfigError(f"`workers` returned {len(values)} values for {len(points)} points")
+
+        failures = [value for value in values if isinstance(value, str)]
+        if failures and not is_logged:
+            _LOGGER.warning("%s: such points are excluded.", failures[0])
+            is_logged = True
+        if failures:
+            shape = next((np.shape(value) for value in values if not isinstance(value, str)), ())
+            missing = np.full(shape, np.nan).tolist()
+            values = [missing if isinstance(value, str) else value for value in values]
+        kinds = {isinstance(value, bool) for value in values}
+        _refuse_truth_values(f"the function {label(function)}", len(kinds) == 2, values[:0])
+        dtype = torch.bool if kinds == {True} else x.dtype
+        tensor = torch.tensor(values, dtype=dtype, device=x.device)
+        return tensor.reshape((*x.shape[:-1], *tensor.shape[1:]))
+
+    return objective
 
 
-def _evaluate_point(
-    function: Callable[..., Any], is_vector: bool, args: tuple[Any, ...], point: Any
-) -> Any:
+def _evaluate_point(function: Callable[..., Any], args: tuple[Any, ...], point: Any) -> Any:
     """Return the number, or the list of numbers, that a user's function of a point returns."""
-    name = label(function)
     try:
         value = function(point, *args)
     except Exception as error:
@@ -106,20 +131,18 @@ def _evaluate_point(
             raise ConfigError(cure) from error
         error.add_note(cure)
         raise
-    if isinstance(value, float) and not is_vector:
+    if isinstance(value, float):
         return float(value)
-
-    array = to_array(f"the function {name} of a point returned", value)
-    if is_vector:
-        _refuse_truth_values(f"the function {name}", array.dtype == bool, value)
-    if array.ndim > 1 or (array.size != 1 and not is_vector):
-        expected = "a number or a list of numbers" if is_vector else "a number"
+    name = f"the function {label(function)}"
+    array = to_array(f"{name} of a point returned", value)
+    if array.size == 1:  # a constraint that calls this function refuses a truth value
+        return array.item() if array.dtype == bool else float(array.item())
+    _refuse_truth_values(name, array.dtype == bool, value)
+    if array.ndim > 1:
         raise ConfigError(
-            f"the function {name} of a point must return {expected}, got the shape {[*array.shape]}"
+            f"{name} of a point must return a number or a list, got the shape {[*array.shape]}"
         )
-    if array.dtype == bool and not is_vector:
-        return bool(array.item())  # a constraint that calls this function refuses it
-    return array.astype(float).reshape(-1).tolist() if is_vector else float(array.item())
+    return array.astype(float).tolist()
 
 
 def with_args(objective: Any, args: Any) -> Any:
@@ -133,8 +156,6 @@ def with_args(objective: Any, args: Any) -> Any:
     def bound(x: Any) -> Any:
         return objective(x, *args)
 
-    if hasattr(objective, _AS_VECTOR):
-        setattr(bound, _AS_VECTOR, with_args(getattr(objective, _AS_VECTOR), args))
     return bound
 
 
@@ -190,8 +211,6 @@ class UserFunction:
         self._form: _Form | None = None
         self._is_logged = False
         functools.update_wrapper(self, function, updated=())
-        if vector:
-            function = getattr(function, _AS_VECTOR, function)
         if getattr(function, _CONVERTED, False):
             self._form = _Form("", function, of_rows=False)
 
@@ -248,20 +267,19 @@ class UserFunction:
     def _forms(self, ndim: int) -> "Iterator[_Form]":
         """Return the forms of a call for points with `ndim` axes, in the order of trial."""
         function = self._function
-        of_point = functools.partial(_each_point, is_vector=self._vector)
         if not self._arrays_only:
             yield _Form("tensor [..., d]", function, of_rows=False)
             if ndim > 2:
                 yield _Form("tensor [n, d]", function)
         yield _Form("array [n, d]", from_numpy(function))
-        yield _Form("one array [d]", of_point(function), is_pointwise=True)
+        yield _Form("one array [d]", from_point(function), is_pointwise=True)
         if not self._arrays_only:
 
             @functools.wraps(function)
             def of_tensor(point: np.ndarray) -> Any:
                 return function(torch.from_numpy(point))
 
-            yield _Form("one tensor [d]", of_point(of_tensor), is_pointwise=True)
+            yield _Form("one tensor [d]", from_point(of_tensor), is_pointwise=True)
 
     def _attempt(self, form: "_Form", x: Tensor, failures: list[tuple[str, Any]]) -> Tensor | None:
         """Return the values of points, or None where the form does not fit."""
@@ -427,48 +445,6 @@ class _Form(NamedTuple):
         if self.of_rows and x.ndim > 2:
             x = x.reshape(-1, x.shape[-1])
         return self.function(x)
-
-
-def _each_point(
-    function: Callable[..., Any],
-    *,
-    is_vector: bool = False,
-    workers: Callable[..., Any] = map,
-    errors: str = "raise",
-) -> Callable[..., Tensor]:
-    """Return an objective that calls a function of one point for each point."""
-    evaluate: Callable[..., Any] = _evaluate_point
-    if errors == "exclude":
-        evaluate = _evaluate_or_describe
-    is_logged = False
-
-    @takes_tensors
-    @functools.wraps(function)
-    def objective(x: Tensor, *args: Any) -> Tensor:
-        nonlocal is_logged
-        points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
-        call = functools.partial(evaluate, function, is_vector, args)
-        values = list(workers(call, points))
-        if len(values) != len(points):
-            raise ConfigError(f"`workers` returned {len(values)} values for {len(points)} points")
-
-        failures = [value for value in values if isinstance(value, str)]
-        if failures and not is_logged:
-            _LOGGER.warning("%s: such points are excluded.", failures[0])
-            is_logged = True
-        if failures:
-            shape = next((np.shape(value) for value in values if not isinstance(value, str)), ())
-            missing = np.full(shape, np.nan).tolist()
-            values = [missing if isinstance(value, str) else value for value in values]
-        is_bool = bool(values) and all(isinstance(value, bool) for value in values)
-        dtype = torch.bool if is_bool else x.dtype
-        tensor = torch.tensor(values, dtype=dtype, device=x.device)
-        return tensor.reshape((*x.shape[:-1], *tensor.shape[1:]))
-
-    if not is_vector:
-        shared: Any = {"workers": workers, "errors": errors}
-        setattr(objective, _AS_VECTOR, _each_point(function, is_vector=True, **shared))
-    return objective
 
 
 def _evaluate_or_describe(function: Any, *args: Any) -> Any:
