@@ -7,7 +7,7 @@ import torch
 
 import fedcb2o
 from fedcb2o import Paper, consensus
-from fedcb2o.particles import adversaries, capture_risk, problem
+from fedcb2o.particles import adversaries, problem, theory
 from fedcb2o.rng import stream
 
 CIRCLE = problem("circle")
@@ -56,16 +56,16 @@ def test_a_single_benign_particle_is_selected_by_l_alone():
 
 def test_benign_left_by_hand():
     # Plain: the rank beta N, less the attackers. 0.1 * 30 is 3.0000000000000004 in floating point.
-    assert capture_risk.benign_left(beta=0.05, w_m=9 / 200, num_benign=191, dim=2) == 1
-    assert capture_risk.benign_left(beta=0.1, w_m=2 / 30, num_benign=28, dim=7) == 1
-    assert capture_risk.benign_left(beta=0.05, w_m=0.3, num_benign=100, dim=2) == 0
-    assert capture_risk.benign_left(beta=0.1, w_m=0.0, num_benign=100, dim=2) == 10
+    assert theory.benign_left(beta=0.05, w_m=9 / 200, num_benign=191, dim=2) == 1
+    assert theory.benign_left(beta=0.1, w_m=2 / 30, num_benign=28, dim=7) == 1
+    assert theory.benign_left(beta=0.05, w_m=0.3, num_benign=100, dim=2) == 0
+    assert theory.benign_left(beta=0.1, w_m=0.0, num_benign=100, dim=2) == 10
     # By mass: a benign particle has 0.96/60 = 0.016, so 0.01 is rounded up to one.
-    assert capture_risk.benign_left(beta=0.05, w_m=0.04, num_benign=60, dim=2) == 1
+    assert theory.benign_left(beta=0.05, w_m=0.04, num_benign=60, dim=2) == 1
 
     def averaged(num_malicious, dim, num_particles=200):
         n = num_particles - num_malicious
-        return capture_risk.benign_left(
+        return theory.benign_left(
             beta=0.1, w_m=num_malicious / num_particles, num_benign=n, dim=dim, averaged=True
         )
 
@@ -96,7 +96,7 @@ def test_benign_left_depends_on_the_codimension_of_the_minimisers():
             lower[:60] = 0.0
             counts.append(consensus.sublevel_mask(lower, 0.1, averaged=True).sum() - 60.0)
         means.append(torch.stack(counts).mean().item())
-        estimate = capture_risk.benign_left(
+        estimate = theory.benign_left(
             beta=0.1, w_m=0.06, num_benign=940, dim=codimension, averaged=True
         )
         assert means[-1] == pytest.approx(estimate, abs=2)

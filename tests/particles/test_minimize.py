@@ -759,7 +759,7 @@ def test_callbacks_may_return_any_truth_value(answer, steps):
     ids=str,
 )  # fmt: skip
 def test_callback_results_that_are_not_truth_values_are_refused(answer):
-    with pytest.raises(ConfigError, match="`callback` must return whether to stop, True or False"):
+    with pytest.raises(ConfigError, match="`callback` must return True to stop, False or None"):
         minimize_on_circle(callback=lambda state: answer)
 
 
@@ -963,7 +963,7 @@ def test_initial_region_from_bounds_x0_and_spread(settings, low, high):
         ({"x0": [math.nan, 0.0]}, "`x0` must be a point"),
         (
             {"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]},
-            "`initial` says where particles start, and so do",
+            "`initial` says where particles start: leave out",
         ),
         ({"spread": 0.0, "dim": 2}, "`spread` must be above 0"),
         ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be above 0"),
@@ -1002,7 +1002,7 @@ def test_stop_iteration_in_a_user_function_is_an_error(settings):
 
 def test_a_complex_drift_is_refused():
     group = Adversary(lambda view: (view.theta_m * 1j, 0.0), 3)
-    message = r"an adversary's drift a_t must be real, got torch\.complex"
+    message = r"an adversary's drift a_t must be real numbers, got torch\.complex"
     with pytest.raises(ConfigError, match=message):
         minimize(circle, G, 2, adversaries=group)
 
@@ -1251,9 +1251,12 @@ def test_an_empty_radius_is_a_run_error():
         ),
         (
             {"initial": np.zeros((3, 5, 2)), "runs": 2},
-            "`initial` has ensembles for 3 runs, there are 2",
+            r"must be \[n, d\] or \[2 runs, n, d\] or a sampler, got the shape \[3, ",
         ),
-        ({"initial": np.zeros((3, 5, 2))}, "`initial` has ensembles for 3 runs, there are 1"),
+        (
+            {"initial": np.zeros((3, 5, 2))},
+            r"or \[1 runs, n, d\] or a sampler, got the shape \[3, 5, 2\]",
+        ),
         ({"initial": np.zeros((1, 1, 5, 2))}, "`initial` must be"),
         ({"initial": [[0.0, math.nan], [0.0, 0.0]]}, "`initial` ensemble has NaN or infinite"),
         ({"initial": [[0.0, 1.0], [2.0]]}, "`initial`"),

@@ -132,12 +132,12 @@ def test_disp_prints_the_result(capsys):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"options": {"maxitr": 3}}, "cb2o has no option `maxitr`. Did you mean `maxiter`?"),
-        ({"options": {"runs": 3}}, "cb2o has no option `runs`"),
+        ({"options": {"maxitr": 3}}, "cb2o has no setting `maxitr`. Did you mean `maxiter`?"),
+        ({"options": {"runs": 3}}, "cb2o has no setting `runs`"),
         ({"options": {"seed": [1, 2]}}, "cb2o takes one seed"),
         ({"constraints": [{"type": "eq"}]}, "constraint 1 needs the keys"),
         ({"bounds": [(1, 2), (1, 2)]}, "`x0` = .* is not within the `bounds`"),
-        ({"options": {"alpha": 1.0}}, "cb2o has no option `alpha`.* dynamics=fedcb2o.Paper"),
+        ({"options": {"alpha": 1.0}}, "cb2o has no setting `alpha`.*dynamics=fedcb2o.Paper"),
         ({"options": {"dynamics": Paper(lambda2=1.0)}}, "`lower` has no gradient by autograd"),
         (
             {"options": {"dynamics": Paper(lambda2=1.0)}, "jac": np.sum},

@@ -13,14 +13,13 @@ from fedcb2o.particles._adaptive import Adaptive
 from fedcb2o.particles._minimize import minimize
 from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.adversaries import Adversary
-from fedcb2o.particles.capture_risk import CaptureWarning
 from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.functions import from_numpy, from_point
 from fedcb2o.particles.objectives import Problem, problem, problems
-from fedcb2o.particles.result import Result
+from fedcb2o.particles.result import Result, State
 from fedcb2o.particles.scipy_method import cb2o
 from fedcb2o.particles.search import Search
-from fedcb2o.particles.state import State
+from fedcb2o.particles.theory import CaptureWarning
 
 __all__ = [
     "Adaptive",

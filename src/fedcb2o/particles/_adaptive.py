@@ -19,7 +19,7 @@ from fedcb2o.particles.constraints import Constraints
 from fedcb2o.particles.dynamics import ConsensusParams, EvaluationRequest, Values
 from fedcb2o.particles.hopping import Hopper, default_num_particles
 from fedcb2o.particles.initialisation import Start, Stop
-from fedcb2o.particles.local_search import MAX_DIM, search_locally
+from fedcb2o.particles.local_search import MAX_DIM, search_locally, to_array
 from fedcb2o.particles.system import Cluster, Ensembles, Evaluation, System
 
 _PRECISION = {torch.float64: 1e-8, torch.float32: 1e-5}
@@ -44,8 +44,7 @@ class Adaptive:
     Attributes:
         delta_q: Points with L up to min L + delta_q count as minimisers.
         xtol: Spread at which an ensemble has collapsed, the root mean squared distance of the
-            benign particles from the consensus point. By default, and at least, 1e-7 of the box
-            (1e-5 for float32).
+            benign particles from the consensus point; at least 1e-7 of the box (1e-5 for float32).
         agree: What independent searches must have in common for a success: "x", or the "value",
             where minimisers of equal value may be apart.
 
@@ -54,7 +53,7 @@ class Adaptive:
     """
 
     delta_q: float = 0.0
-    xtol: float | None = None
+    xtol: float = 0.0
     agree: str = "x"
 
     dt: ClassVar[float] = 0.1  # for adversaries and the history, as hopping has no time
@@ -68,9 +67,7 @@ class Adaptive:
 
     def __post_init__(self) -> None:
         settings.check_choices({"`agree`": (self.agree, ("x", "value"))})
-        given = {"delta_q": self.delta_q}
-        if self.xtol is not None:
-            given["xtol"] = self.xtol
+        given = {"delta_q": self.delta_q, "xtol": self.xtol or 0.0}
         for name, value in settings.check_positive(given, or_zero=True).items():
             object.__setattr__(self, name, value)
 
@@ -82,21 +79,21 @@ class Adaptive:
         """Return the state before the first step, without remarks."""
         system = start.system
         bounds = system.bounds
-        walls = None if bounds is None else (_to_array(bounds[0]), _to_array(bounds[1]))
+        walls = None if bounds is None else (to_array(bounds[0]), to_array(bounds[1]))
         hoppers = []
         for seed, benign in zip(start.seeds, system.benign(start.theta), strict=True):
             low, high = start.box or benign.aminmax(dim=0)
             hoppers.append(
                 Hopper(
                     seed,
-                    _to_array(low),
-                    _to_array(high),
+                    to_array(low),
+                    to_array(high),
                     system.num_benign,
                     num_malicious=system.num_particles - system.num_benign,
                     walls=walls,
                     delta_q=self.delta_q,
                     precision=_PRECISION[start.theta.dtype],
-                    xtol=self.xtol or 0.0,
+                    xtol=self.xtol,
                     budget=float(maxfev or math.inf),
                     can_search=start.finish and _is_searchable(system.clusters[0], len(low)),
                     has_first=start.has_first,
@@ -112,7 +109,7 @@ class Adaptive:
         """Receive the values, and move the consensus points of all runs."""
         (item,) = values
         for run, hopper in enumerate(state.memory):
-            hopper.update(_to_array(state.theta[run]), *_levels(item, run))
+            hopper.update(to_array(state.theta[run]), *_levels(item, run))
             if item.barred_lower is not None:
                 hopper.least_barred = min(hopper.least_barred, float(item.barred_lower[run].min()))
             if not hopper.has_value:
@@ -122,7 +119,7 @@ class Adaptive:
                 )
         for points, own in system.own:
             for hopper in state.memory:
-                hopper.add_own(_to_array(points), *_levels(own, 0))
+                hopper.add_own(to_array(points), *_levels(own, 0))
         system.own.clear()
         m = np.stack([hopper.m for hopper in state.memory])
         return Evaluation(
@@ -187,9 +184,8 @@ class Adaptive:
         """Return x, the consensus points and the spreads of the best ends."""
         bests = [(hopper, hopper.best) for hopper in state.memory]
         rows = [([end.x], [end.m], [end.radius * hopper.width.max()]) for hopper, end in bests]
-        x, consensus, radii = (np.array(column) for column in zip(*rows, strict=True))
-        like = state.theta
-        return tuple(torch.from_numpy(array).to(like) for array in (x, consensus, radii))  # type: ignore[return-value]
+        columns = (np.array(column) for column in zip(*rows, strict=True))
+        return tuple(torch.from_numpy(column).to(state.theta) for column in columns)  # type: ignore[return-value]
 
     def confirm_(
         self, ends: Sequence[Any], x: Tensor, at_x: list[Values], system: System
@@ -251,13 +247,11 @@ class Adaptive:
             elif is_barred:
                 reason = Stop("barred", _BARRED_MESSAGE)
             elif not success[-1]:
-                lacking = f"and {hopper.num_needed} are needed"
-                if count >= hopper.num_needed and hopper.num_scouts >= hopper.num_scouts_needed:
-                    lacking = f"and {hopper.num_single} at points of their own"
-                elif count >= hopper.num_needed:
-                    lacking = (
-                        f"after {hopper.num_scouts} of {hopper.num_scouts_needed} uniform points"
-                    )
+                lacking = f"and {hopper.num_single} at points of their own"
+                if count < hopper.num_needed:
+                    lacking = f"and {hopper.num_needed} are needed"
+                elif hopper.num_scouts < (needed := hopper.num_scouts_needed):
+                    lacking = f"after {hopper.num_scouts} of {needed} uniform points"
                 reason = Stop(end.stop.code, f"{end.stop.text}: {message}, {lacking}")
             reasons.append(reason)
         return torch.tensor(success), reasons
@@ -278,8 +272,8 @@ def _stack(values: Values) -> Tensor:
 
 def _levels(values: Values, run: int) -> tuple[np.ndarray, np.ndarray | None]:
     """Return L and G of a run."""
-    upper = None if values.upper is None else _to_array(values.upper[run])
-    return _to_array(values.lower[run]), upper
+    upper = None if values.upper is None else to_array(values.upper[run])
+    return to_array(values.lower[run]), upper
 
 
 def _is_searchable(cluster: Cluster, dim: int) -> bool:
@@ -289,8 +283,3 @@ def _is_searchable(cluster: Cluster, dim: int) -> bool:
     if cluster.upper is None:
         return True
     return isinstance(cluster.lower, Constraints) and cluster.lower.inner is None
-
-
-def _to_array(values: Tensor) -> np.ndarray:
-    """Copy values, because the particles change in place."""
-    return values.double().cpu().numpy().copy()

@@ -16,7 +16,7 @@ import itertools
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -27,12 +27,10 @@ from fedcb2o.particles._adaptive import Adaptive, num_final
 from fedcb2o.particles._paper import Paper
 from fedcb2o.particles.ask_tell import EvaluationSteps
 from fedcb2o.particles.constraints import Constraints
-from fedcb2o.particles.dynamics import Values
 from fedcb2o.particles.functions import forbid_writes
 from fedcb2o.particles.hopping import Hopper
 from fedcb2o.particles.initialisation import Start, Stop
-from fedcb2o.particles.result import History, Result, RunnerUp
-from fedcb2o.particles.state import State
+from fedcb2o.particles.result import History, Result, RunnerUp, State
 from fedcb2o.particles.system import Ensembles, Evaluation, System
 
 _LOGGER = logging.getLogger(__name__)
@@ -44,8 +42,7 @@ _NUM_RUNNERS_UP = 5
 _MIN_CONSTANT = 10  # equal values of fewer particles may be chance
 
 
-@dataclasses.dataclass(frozen=True)
-class RunEnd:
+class RunEnd(NamedTuple):
     """A run at its end: tensors and numbers without the axis of runs."""
 
     x: Tensor
@@ -184,12 +181,8 @@ def _warn_of_constants(evaluation: Evaluation) -> None:
             name, objective = "lower", values.lower
         finite = objective[objective.isfinite()]
         if len(finite) >= _MIN_CONSTANT and finite.eq(finite[0]).all():
-            _LOGGER.warning(
-                "`%s` is %g at every particle of the first ensemble: no particle is better than"
-                " another, and the consensus is their mean.",
-                name,
-                finite[0],
-            )
+            text = "`%s` is %g at every particle of the first ensemble: m is their mean."
+            _LOGGER.warning(text, name, finite[0])
 
 
 def _callback_requests_stop(
@@ -212,16 +205,11 @@ def _callback_requests_stop(
         benign = zip(parts, system.clusters, strict=True)
         return start.squeeze_runs(torch.cat([part[:, c.rows] for part, c in benign], 1))
 
-    state = State(
-        n=ensembles.n,
-        t=ensembles.n * dt,
-        x=start.squeeze(evaluation.m),
-        theta=start.squeeze_runs(system.benign(ensembles.theta)),
-        theta_m=start.squeeze_runs(system.malicious(ensembles.theta)),
-        lower=of_all("lower"),
-        upper=of_all("upper"),
-        runs=ensembles.runs,
-    )
+    x = start.squeeze(evaluation.m)
+    parts = (system.benign(ensembles.theta), system.malicious(ensembles.theta))
+    theta, theta_m = map(start.squeeze_runs, parts)
+    values = (of_all("lower"), of_all("upper"))
+    state = State(ensembles.n, ensembles.n * dt, x, theta, theta_m, *values, ensembles.runs)
     guarded = ((ensembles.theta, "particles"), (evaluation.m, "consensus points"))
     with forbid_writes("the callback", callback, guarded, evaluation.check_writes):
         try:
@@ -233,10 +221,8 @@ def _callback_requests_stop(
     if isinstance(answer, Tensor | np.ndarray) and answer.shape == ():
         answer = answer.item()
     if not isinstance(answer, bool | np.bool_):
-        raise ConfigError(
-            "`callback` must return whether to stop, True or False, or None, got a"
-            f" {type(answer).__name__}"
-        )
+        got = type(answer).__name__
+        raise ConfigError(f"`callback` must return True to stop, False or None, got a {got}")
     return bool(answer)
 
 
@@ -256,23 +242,17 @@ def _end_runs(
     """
     if not ending.any():
         return {}
-    x, consensus, spread = dynamics.answers(system, state, m, spread)
+    parts = dynamics.answers(system, state, m, spread)
+    particles = (system.benign(state.theta), system.malicious(state.theta))
     ends = {}
     for row in ending.nonzero().flatten().tolist():
         hopper = state.memory[row] if state.memory else None
-        ends[int(state.runs[row])] = RunEnd(
-            x[row],
-            consensus[row],
-            spread[row],
-            system.benign(state.theta)[row],
-            system.malicious(state.theta)[row],
-            bool(agreed[row]),
-            stop or Stop("success", ""),
-            state.n,
-            state.num_evaluated + (hopper.extra if hopper else 0),
-            int(state.excluded[row]),
-            hopper,
-        )
+        reason = (bool(agreed[row]), stop or Stop("success", ""))
+        nfev = state.num_evaluated + (hopper.extra if hopper else 0)
+        x, consensus, radius, *ensembles = (part[row] for part in (*parts, *particles))
+        counts = (state.n, nfev, int(state.excluded[row]))
+        end = RunEnd(x, consensus, radius, ensembles[0], ensembles[1], *reason, *counts, hopper)
+        ends[int(state.runs[row])] = end
     return ends
 
 
@@ -287,11 +267,14 @@ def _build_result(
     """Combine the ended runs, in the order of the runs; see `minimize`."""
     system = start.system
 
-    # 1. Evaluate the objectives at x.
+    # 1. Evaluate the objectives at x, each cluster's at its own point.
     x = torch.stack([end.x for end in ends])
-    at_x = yield from _evaluate_at(x, system)
-    if isinstance(dynamics, Adaptive) and (yield from dynamics.confirm_(ends, x, at_x, system)):
-        at_x = yield from _evaluate_at(x, system)
+    for may_confirm in (isinstance(dynamics, Adaptive), False):
+        at_x = []
+        for k, cluster in enumerate(system.clusters):
+            at_x.append((yield system.final_request(x[:, k : k + 1], cluster)))
+        if not may_confirm or not (yield from dynamics.confirm_(ends, x, at_x, system)):  # type: ignore[union-attr]
+            break
     lower = start.squeeze(torch.cat([values.lower for values in at_x], 1))
     uppers = [values.upper for values in at_x if values.upper is not None]
     upper = start.squeeze(torch.cat(uppers, 1)) if uppers else None
@@ -349,14 +332,6 @@ def _build_result(
         notes=notes,
         seconds=time.monotonic() - started,
     )
-
-
-def _evaluate_at(x: Tensor, system: System) -> EvaluationSteps[list[Values]]:
-    """Evaluate each cluster's objectives at its own point of x [runs, clusters, d]."""
-    at_x = []
-    for k, cluster in enumerate(system.clusters):
-        at_x.append((yield system.final_request(x[:, k : k + 1], cluster)))
-    return at_x
 
 
 def _runners_up(hopper: Hopper | None, like: Tensor) -> list[RunnerUp]:

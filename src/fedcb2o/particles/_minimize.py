@@ -27,8 +27,7 @@ from fedcb2o.particles.dynamics import Objective
 from fedcb2o.particles.functions import convert_functions
 from fedcb2o.particles.initialisation import Seed, start_runs
 from fedcb2o.particles.levels import minimize_in_order, split_levels
-from fedcb2o.particles.result import Result
-from fedcb2o.particles.state import State
+from fedcb2o.particles.result import Result, State
 
 
 @run_with_objectives
@@ -140,7 +139,7 @@ def minimize(
     Warns:
         CaptureWarning: Adversaries may capture the consensus point of `Paper` dynamics: with
             delta_q = 0 if they leave fewer than two benign particles in Q_beta
-            (`capture_risk.benign_left`), and if beta is not below w_b / 2.
+            (`theory.benign_left`), and if beta is not below w_b / 2.
     """
     arguments = dict(locals())
     ordered = _objectives_in_order(arguments)
@@ -170,8 +169,7 @@ def minimize(
     kind: Any = {"dtype": dtype, "device": device, "maxfev": limits["maxfev"], "finish": finish}
     start = start_runs((lower, upper, gradient), dim, chosen, seed, **place, **size, **kind)
     if start.is_fixed and isinstance(chosen, Adaptive):  # the end is at the first step
-        xtol = Paper.xtol if chosen.xtol is None else chosen.xtol
-        chosen = Paper(delta_q=chosen.delta_q, xtol=xtol)
+        chosen = Paper(delta_q=chosen.delta_q, xtol=chosen.xtol)
     return (yield from drive(start, chosen, callback, **limits))
 
 

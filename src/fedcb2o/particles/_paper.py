@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.particles import capture_risk, settings
+from fedcb2o.particles import settings
 from fedcb2o.particles.ask_tell import EvaluationSteps
-from fedcb2o.particles.capture_risk import CaptureWarning
 from fedcb2o.particles.dynamics import ConsensusParams, Values, consensus_step_, gradient_step_
 from fedcb2o.particles.initialisation import Start, Stop
 from fedcb2o.particles.settings import Schedule
 from fedcb2o.particles.system import Ensembles, Evaluation, System
+from fedcb2o.particles.theory import CaptureWarning, explain_capture
 
 _LOGGER = logging.getLogger(__name__)
 # Share of the way from the middle of the region to its side from which a point is at the edge.
@@ -131,10 +131,8 @@ class Paper:
         """Return the state before the first step, and remarks of the theory on the parameters."""
         system = start.system
         if self.batch is not None and self.batch > system.num_particles:
-            raise ConfigError(
-                f"`batch` must be at most the number of particles, {system.num_particles},"
-                f" got {self.batch}"
-            )
+            most = f"the number of particles, {system.num_particles}"
+            raise ConfigError(f"`batch` must be at most {most}, got {self.batch}")
         state = start.ensembles()
         if self.batch is not None:
             state = system.draw_batch(state, self.batch)
@@ -221,20 +219,19 @@ class Paper:
         agreed = torch.tensor([end.agreed for end in ends])
         success = agreed
         if agreed.any():
-            left = math.inf
-            if start.maxfev is not None:
-                spent = max(end.nfev for end in ends)
-                left = start.maxfev - spent - len(start.system.clusters)
+            spent = max(end.nfev for end in ends) + len(start.system.clusters)
+            left = math.inf if start.maxfev is None else start.maxfev - spent
             at_boundary = yield from self._is_at_boundary(x, at_x, start, left)
             success = agreed & ~at_boundary.any(1).cpu()
-        reasons = []
-        for end, succeeded in zip(ends, success.tolist(), strict=True):
-            reason = end.stop
-            if succeeded:
-                reason = Stop("success", f"consensus: spread at most xtol = {self.xtol:g}")
-            elif end.agreed:
-                reason = Stop("boundary", _BOUNDARY_MESSAGE)
-            reasons.append(reason)
+        reached = Stop("success", f"consensus: spread at most xtol = {self.xtol:g}")
+        reasons = [
+            reached
+            if succeeded
+            else Stop("boundary", _BOUNDARY_MESSAGE)
+            if end.agreed
+            else end.stop
+            for end, succeeded in zip(ends, success.tolist(), strict=True)
+        ]
         return success, reasons
 
     def _is_at_boundary(
@@ -281,11 +278,10 @@ class Paper:
                     _LOGGER.warning(_FAILURE_MESSAGE, error)
                 is_logged = True
                 continue
-            if outer.upper is None or inner.upper is None:
-                better = outer.lower < inner.lower
-            else:
-                better = outer.lower < inner.lower - self.delta_q
-                better |= (outer.lower <= inner.lower + self.delta_q) & (outer.upper < inner.upper)
+            slack = 0.0 if outer.upper is None else self.delta_q
+            better = outer.lower < inner.lower - slack
+            if outer.upper is not None and inner.upper is not None:
+                better |= (outer.lower <= inner.lower + slack) & (outer.upper < inner.upper)
             improves[:, k] |= better.any(1) & at_edge[:, k].any(1)
         return improves
 
@@ -322,9 +318,7 @@ class Paper:
                 num_benign = system.num_benign
                 if self.batch is not None:
                     num_benign = max(1, round(self.batch / system.num_particles * num_benign))
-                risk = capture_risk.explain(params, w_m, num_benign, dim)
-                if risk:
-                    risks.append(risk)
+                risks += explain_capture(params, w_m, num_benign, dim)
             if params.beta >= (1 - w_m) / 2 - 1e-12:
                 risks.append(
                     f"beta = {params.beta:g} is not below w_b / 2 = {(1 - w_m) / 2:.3g}, which"

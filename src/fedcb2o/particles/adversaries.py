@@ -20,17 +20,6 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 
-__all__ = [
-    "Adversary",
-    "View",
-    "gradient_flow",
-    "greedy",
-    "oscillating",
-    "random",
-    "static",
-    "tracking",
-]
-
 Point = Tensor | np.ndarray | Sequence[float | int]
 
 
@@ -111,12 +100,9 @@ class Adversary:
     def __post_init__(self) -> None:
         settings.check_function("an adversary's `move`", self.move)
         settings.check_count("an adversary's `num_particles`", self.num_particles)
-        if self.mass is None:
-            return
-        if not 0 <= settings.check_number("an adversary's `mass`", self.mass) < 1:
-            raise ConfigError(
-                f"an adversary's `mass` (w_m) must be at least 0 and below 1, got {self.mass}"
-            )
+        mass = settings.check_number("an adversary's `mass`", self.mass or 0.0)
+        if not 0 <= mass < 1:
+            raise ConfigError(f"an adversary's `mass` must be at least 0 and below 1, got {mass}")
 
 
 def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adversary:
@@ -124,7 +110,7 @@ def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adver
 
     At a minimiser of L that is bad for G and with delta_q = 0, they capture the consensus point as
     soon as w_m is so close to beta that fewer than two benign particles are left in Q_beta
-    (`capture_risk.benign_left`). At the minimiser of G they are filtered as long as beta is small.
+    (`theory.benign_left`). At the minimiser of G they are filtered as long as beta is small.
 
     Args:
         num_particles: Number of particles.

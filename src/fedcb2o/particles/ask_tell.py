@@ -26,18 +26,19 @@ _HINTS = {
     "method": "the method is chosen by `dynamics`",
     "fun": "the objective is `lower`",
     "jac": "the gradient of L is `gradient`",
+    **dict.fromkeys(("alpha", "beta", "sigma1", "dt"), "take `dynamics=fedcb2o.Paper(...)`"),
 }
 
 
-def check_names(names: Iterable[str], valid: Iterable[str]) -> None:
-    """Refuse settings that `minimize` does not have, with the way to the same effect."""
+def check_names(names: Iterable[str], valid: Iterable[str], of: str = "minimize") -> None:
+    """Refuse settings that do not exist, with the way to the same effect."""
     valid = list(valid)
     for name in names:
         if name not in valid:
             hint = did_you_mean(name, valid)
             if name in _HINTS:
                 hint = f" Instead, {_HINTS[name]}."
-            raise ConfigError(f"minimize has no setting `{name}`.{hint}")
+            raise ConfigError(f"{of} has no setting `{name}`.{hint}")
 
 
 EvaluationSteps = Generator[EvaluationRequest, Values, _T]

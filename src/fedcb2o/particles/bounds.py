@@ -151,13 +151,13 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True)
 class _Bound:
-    """A bound with its hypotheses."""
+    """A bound, which need not hold where a hypothesis does not."""
 
-    hypotheses: Mapping[str, bool]  # whether each hypothesis holds
+    hypotheses: Mapping[str, bool]
 
     @property
     def applies(self) -> bool:
-        """True if all hypotheses hold; otherwise the bound need not hold."""
+        """True if all hypotheses hold."""
         return all(self.hypotheses.values())
 
 
@@ -202,20 +202,13 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
     mass = ball_mass(mixture.theta, mixture.target, setting.r)
     fade = math.exp(-setting.alpha * setting.u)
     odds = mixture.w_m / (1 - mixture.w_m)
-
-    def over_mass(x: float) -> float:
-        return x / mass if mass else math.inf
-
     near = (setting.u + G_r + constants.max_rise(setting.r_G)) ** constants.nu_G / constants.eta_G
     hypotheses = _hypotheses(terms.q, setting, constants, constants.upper_cap(attack=False))
-    return LaplaceBound(
-        distance=terms.distance,
-        near=float(near),
-        benign=over_mass(fade * terms.benign),
-        inside=over_mass(odds * fade * terms.inside) if odds else 0.0,
-        outside=over_mass(odds * terms.outside) if odds else 0.0,
-        hypotheses={**hypotheses, "mass": mass > 0},
-    )
+    parts = (fade * terms.benign, odds * fade * terms.inside, odds * terms.outside)
+    shares = [part / mass if mass else math.inf for part in parts]
+    if not odds:
+        shares[1:] = [0.0, 0.0]
+    return LaplaceBound({**hypotheses, "mass": mass > 0}, terms.distance, float(near), *shares)
 
 
 def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> AttackBounds:
@@ -227,13 +220,9 @@ def attack_bounds(mixture: Mixture, setting: Setting, constants: Constants) -> A
     terms = _integrals(mixture, setting, constants)
     R = float(constants.R_K_G)
     hypotheses = _hypotheses(terms.q, setting, constants, constants.upper_cap(attack=True))
-    return AttackBounds(
-        inside=terms.inside,
-        inside_bound=R,
-        outside=terms.outside,
-        outside_bound=R * math.exp(-setting.alpha * setting.u),
-        hypotheses={**hypotheses, "alpha": setting.alpha >= constants.min_alpha()},
-    )
+    hypotheses["alpha"] = setting.alpha >= constants.min_alpha()
+    outside_bound = R * math.exp(-setting.alpha * setting.u)
+    return AttackBounds(hypotheses, terms.inside, R, terms.outside, outside_bound)
 
 
 class _Integrals(NamedTuple):
@@ -252,9 +241,8 @@ class _Integrals(NamedTuple):
 def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Integrals:
     # 1. The measure of both ensembles.
     n = len(mixture.theta)
-    models = mixture.theta
-    if mixture.theta_m is not None:
-        models = torch.cat([mixture.theta, mixture.theta_m])
+    parts = [part for part in (mixture.theta, mixture.theta_m) if part is not None]
+    models = torch.cat(parts)
     share = (1 - mixture.w_m) / n
     mass = torch.full((len(models),), share, dtype=torch.float64, device=models.device)
     mass[n:] = mixture.w_m / max(1, len(models) - n)
@@ -280,17 +268,13 @@ def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Int
     within = far_m <= constants.R_K_G
     exponent = setting.alpha * (_G_r(setting, constants) - constants.K_G * far_m**constants.k_G)
     faded = far_m * torch.exp(exponent)
+    ends = (counted[n:].where(within, 0.0), faded.where(kept[n:] & ~within, 0.0))
     return _Integrals(
-        distance=float(distance(m, mixture.target)),
-        q=float(consensus.quantile(L, setting.beta, mass=mass)),
-        benign=float(counted[:n].mean()),
-        inside=_mean(counted[n:].where(within, 0.0)),
-        outside=_mean(faded.where(kept[n:] & ~within, 0.0)),
+        float(distance(m, mixture.target)),
+        float(consensus.quantile(L, setting.beta, mass=mass)),
+        float(counted[:n].mean()),
+        *(float(values.sum()) / max(1, len(values)) for values in ends),
     )
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else 0.0
 
 
 def _hypotheses(q: float, setting: Setting, constants: Constants, cap: float) -> dict[str, bool]:

@@ -201,12 +201,10 @@ class Hopper:
                 is_far &= (tied > self.walls[0]) & (tied < self.walls[1])
             self._is_attained = bool(is_far.any())
 
-        if self._cloud is None and self._is_scouting:
-            self._has_ended = True
-        elif self._cloud is None:
-            self._place(points, lower, violation, upper)
-        else:
-            self._hop(points, lower, violation, upper)
+        self._has_ended = self._cloud is None and self._is_scouting
+        if not self._has_ended:
+            move = self._place if self._cloud is None else self._hop
+            move(points, lower, violation, upper)
 
     @property
     def searches(self) -> bool:
@@ -229,9 +227,9 @@ class Hopper:
         lower = found.lower if self.has_upper else 0.0
         end = End(found.x, lower, found.upper, found.x, 0.0, found.is_settled, is_global)
         self.ends.append(end)
-        if self._cloud is not None and not found.is_settled:
-            self._is_refined = True  # the ensemble goes on to its collapse
-        elif self._cloud is not None:
+        # The ensemble goes on to its collapse.
+        self._is_refined = self._cloud is not None and not found.is_settled
+        if self._cloud is not None and found.is_settled:
             self._end_ensemble()
 
     def add_rest(self, points: Array, lower: Array, upper: Array | None) -> None:
@@ -305,7 +303,8 @@ class Hopper:
         generation = max(4, self.n + self.num_malicious)
         self._cloud = Cloud(int(self._is_free.sum()), generation // 2, _FOCUS_STEP)
 
-    def _end_ensemble(self) -> None:
+    def _end_ensemble(self, *end: End) -> None:
+        self.ends += end
         self._has_ended = True
         self.num_ensembles += not self._is_scouting
 
@@ -389,8 +388,8 @@ class Hopper:
 
     def _current(self, settled: bool = False) -> End:
         radius = 1.0 if self._cloud is None else self._cloud.radius
-        values = (self._x_lower, self._x_upper)
-        return End(self._x, *values, self.m, radius, settled, not self._is_scouting)
+        point = (self._x, self._x_lower, self._x_upper, self.m)
+        return End(*point, radius, settled, not self._is_scouting)
 
     def _restart(self) -> None:
         """Start a new ensemble in the box, or draw scouts where they have had fewer points."""
@@ -430,9 +429,8 @@ class Hopper:
         count = max(1, int(_START_SHARE * len(points)))
         level = np.partition(violation, count - 1)[count - 1]
         excess = np.maximum(violation - level, 0) if level < math.inf else violation
-        order = np.lexsort((upper, excess))
-        if self._is_challenging:
-            order = self._order(violation, upper)
+        is_challenging = self._is_challenging
+        order = self._order(violation, upper) if is_challenging else np.lexsort((upper, excess))
         is_finite = np.isfinite(violation)
         if not is_finite.any():  # draw another first ensemble
             self.has_value = bool(self.ends) or np.isfinite(self._least)
@@ -495,8 +493,7 @@ class Hopper:
         if is_converged and self.best.x is not self._x:  # ends at a worse point than another one
             self._end_ensemble()
         elif cloud.radius <= self._collapse or is_flat or cloud.generation > longest or is_lost:
-            self.ends.append(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
-            self._end_ensemble()
+            self._end_ensemble(self._current(bool(is_flat or cloud.radius <= _AGREEMENT)))
         elif self.searches and not self._is_refined and cloud.radius <= _COARSE:
             self.search_from = self._x
 

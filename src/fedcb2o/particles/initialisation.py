@@ -103,25 +103,21 @@ def start_runs(
     settings.check_memory(runs or 1, 1, dim or 1)
     device = settings.check_device(device)
     groups: list[Any] = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
-    for group in groups:
-        if not isinstance(group, Adversary):
-            raise ConfigError(
-                "`adversaries` must be an Adversary or a list of them, got a"
-                f" {type(group).__name__}: a function that moves particles goes into"
-                " fedcb2o.Adversary(function, num_particles)"
-            )
+    other = next((group for group in groups if not isinstance(group, Adversary)), None)
+    if other is not None:
+        raise ConfigError(
+            f"`adversaries` must be an Adversary or a list of them, got a {type(other).__name__}: a"
+            " function that moves particles goes into fedcb2o.Adversary(function, num_particles)"
+        )
     single_run = runs is None and not has_many_seeds(seed)
     seeds = resolve_seeds(seed, runs)
     if initial is not None and not callable(initial):
         initial = _array("`initial`", initial)
         shape = [*initial.shape]
-        if len(shape) not in (2, 3) or not shape[-1]:
+        if len(shape) not in (2, 3) or not shape[-1] or shape[:-2] not in ([], [len(seeds)]):
             raise ConfigError(
-                f"`initial` must be [n, d] or [runs, n, d] or a sampler, got the shape {shape}"
-            )
-        if len(shape) == 3 and shape[0] != len(seeds):
-            raise ConfigError(
-                f"`initial` has ensembles for {shape[0]} runs, there are {len(seeds)}"
+                f"`initial` must be [n, d] or [{len(seeds)} runs, n, d] or a sampler, got the shape"
+                f" {shape}"
             )
     is_default = num_particles is None and not isinstance(initial, Tensor)
     if is_default and dim is not None:  # before a box of a great many coordinates
@@ -282,10 +278,7 @@ def build_box(
     bounds are None, or infinite at open sides.
     """
     if initial is not None and not (x0 is None and spread is None):
-        raise ConfigError(
-            "`initial` says where particles start, and so do `x0` and `spread`: give the one or"
-            " the other"
-        )
+        raise ConfigError("`initial` says where particles start: leave out `x0` and `spread`")
     # 1. Read d from `x0` or `initial`.
     middle = None if x0 is None else _point("`x0`", x0, dim)
     for name, source in (("`x0` has", middle), ("`initial` has points of", initial)):

@@ -135,7 +135,14 @@ def minimize_in_order(
 ) -> EvaluationSteps[Result]:
     """Minimise each objective among the minimisers of those before, by the steps of `minimize`."""
     count = len(lowers)
-    parsed = [parse_tolerance(item) for item in _per_level(tolerances, count)]
+    if tolerances is None or isinstance(tolerances, str) or not isinstance(tolerances, Sequence):
+        tolerances = [tolerances] * (count - 1)
+    if len(tolerances) not in (count - 1, count):
+        raise ConfigError(
+            f"`tolerances` must be one for all levels or one for each of the {count} but the last,"
+            f" got {len(tolerances)}"
+        )
+    parsed = [parse_tolerance(item) for item in [*tolerances, None][:count]]
     for item in lowers:
         settings.check_function("`lower`", item, "a function, or a list with one for each cluster")
     common = dict(arguments)
@@ -162,8 +169,7 @@ def minimize_in_order(
         exact = [level for level in done if level.is_exact]
         lower: Any = None
         if exact:  # after the first stage in units of their first excess
-            excess = takes_tensors(functools.partial(_total_excess, exact))
-            lower = levels[0] if k == 1 else excess
+            lower = levels[0] if k == 1 else takes_tensors(functools.partial(_total_excess, exact))
         stage = dict(common, constraints=[*items, *capped])
         dynamics = Adaptive() if stage["dynamics"] in (None, "adaptive") else stage["dynamics"]
         if k < count - 1 and isinstance(dynamics, Adaptive):
@@ -174,7 +180,7 @@ def minimize_in_order(
         if results:
             stage |= {"x0": results[-1].x, "initial": None}
             stage["time_limit"] = max(1e-3, common["time_limit"] - time.monotonic() + started)
-        objectives = (levels[k], None) if lower is None else (lower, levels[k])
+        objectives = [objective for objective in (lower, levels[k]) if objective is not None]
         results.append((yield from steps(*objectives, **stage)))
         for level in levels[: k + 1] if k == first else [levels[k]]:
             level.finish(results[-1].x)
@@ -205,16 +211,3 @@ def minimize_in_order(
 
 def _total_excess(levels: Sequence[Level], x: Tensor) -> Tensor:
     return torch.stack([level.excess(x) for level in levels]).sum(0)
-
-
-def _per_level(tolerances: Any, count: int) -> list[Any]:
-    """Return a tolerance for each level; the last level needs none."""
-    if tolerances is None or isinstance(tolerances, str) or not isinstance(tolerances, Sequence):
-        return [tolerances] * (count - 1) + [None]
-    values = list(tolerances)
-    if len(values) not in (count - 1, count):
-        raise ConfigError(
-            f"`tolerances` must be one for all levels or one for each of the {count} but the last,"
-            f" got {len(values)}"
-        )
-    return [*values, None][:count]

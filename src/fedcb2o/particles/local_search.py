@@ -51,6 +51,11 @@ class _StopError(Exception):
 _Ask = Callable[[Array], tuple[Array, Array]]
 
 
+def to_array(values: torch.Tensor) -> Array:
+    """Copy values, because the particles change in place."""
+    return values.double().cpu().numpy().copy()
+
+
 def search_locally(
     request: EvaluationRequest,
     first: Array,
@@ -85,10 +90,9 @@ def search_locally(
             raise _StopError
         return answer
 
-    sides = (
-        [np.full(len(first), side) for side in (-math.inf, math.inf)] if walls is None else walls
-    )
-    ends = [(side - first)[is_free] / width[is_free] for side in sides]
+    ends = [np.full(is_free.sum(), side) for side in (-math.inf, math.inf)]
+    if walls is not None:
+        ends = [(side - first)[is_free] / width[is_free] for side in walls]
 
     def solve() -> None:
         try:
@@ -111,14 +115,14 @@ def search_locally(
             left -= len(question)
             theta = torch.from_numpy(question).to(request.theta)[None]
             values = yield dataclasses.replace(request, theta=theta)
-            lower = values.lower[0].double().cpu().numpy().copy()
+            lower = to_array(values.lower[0])
             upper = lower
             residuals = np.zeros((len(question), 0))
             if values.upper is not None:
-                upper = values.upper[0].double().cpu().numpy().copy()
-                latest = request.lower.latest_residuals  # type: ignore[attr-defined]
-                residuals = latest.reshape(-1, latest.shape[-1]).double().cpu().numpy().copy()
-            records.append((theta[0].double().cpu().numpy(), lower, upper))
+                upper = to_array(values.upper[0])
+                residuals = to_array(request.lower.latest_residuals)  # type: ignore[attr-defined]
+                residuals = residuals.reshape(-1, residuals.shape[-1])
+            records.append((to_array(theta[0]), lower, upper))
             is_finite = np.isfinite(upper).all() and np.isfinite(residuals).all()
             answers.put((upper, residuals) if is_finite and np.isfinite(lower).all() else None)
     finally:
@@ -126,10 +130,6 @@ def search_locally(
         thread.join()
     if isinstance(question, Exception):
         raise question
-    if not records:
-        empty = (np.zeros((0, len(first))), np.zeros(0), np.zeros(0))
-        return Found(first, math.inf, math.inf, False, False, *empty)
-
     points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
     best = np.lexsort((uppers, lowers))[0]
     is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])

@@ -1,4 +1,4 @@
-"""The result of `minimize` and its history, in the user's shapes."""
+"""The state of `minimize` for callbacks, its result and history, in the user's shapes."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping
@@ -9,6 +9,33 @@ import torch
 from torch import Tensor
 
 _COLOURS = {"lower": "#0072B2", "upper": "#D55E00", "spread": "0.6"}
+
+
+@dataclasses.dataclass(frozen=True)
+class State:
+    """The state of all active runs before step n.
+
+    Copy what you keep: `theta` changes in place.
+
+    Attributes:
+        n: Step.
+        t: Time n dt.
+        x: Consensus point, in the shape of the result.
+        theta: Benign particles.
+        theta_m: Malicious particles.
+        lower: L of every particle in its own cluster; None in a step with a random batch.
+        upper: G of every particle; None without G or in a step with a random batch.
+        runs: Indices of the active runs.
+    """
+
+    n: int
+    t: float
+    x: Tensor
+    theta: Tensor
+    theta_m: Tensor
+    lower: Tensor | None
+    upper: Tensor | None
+    runs: Tensor
 
 
 @dataclasses.dataclass(frozen=True)

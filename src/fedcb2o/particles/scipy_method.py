@@ -7,6 +7,7 @@ Example:
     True
 """
 
+import contextlib
 import dataclasses
 import inspect
 from collections.abc import Callable
@@ -17,11 +18,10 @@ from torch import Tensor
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles._minimize import minimize, resolve_dynamics
+from fedcb2o.particles.ask_tell import check_names
 from fedcb2o.particles.functions import UserFunction, with_args
 from fedcb2o.particles.initialisation import has_many_seeds
-from fedcb2o.particles.result import Result
-from fedcb2o.particles.state import State
-from fedcb2o.plugins import did_you_mean
+from fedcb2o.particles.result import Result, State
 from fedcb2o.user_values import to_array
 
 # Settings with a name of SciPy's own, and `runs`, which has more than one result.
@@ -74,13 +74,7 @@ def cb2o(
         ConfigError: An option is unknown or invalid.
         RunError: No particle is left.
     """
-    valid = set(inspect.signature(minimize).parameters) - _NOT_OPTIONS
-    for name in options:
-        if name not in valid:
-            raise ConfigError(
-                f"cb2o has no option `{name}`.{did_you_mean(name, valid)} It has those of"
-                " fedcb2o.minimize, such as dynamics=fedcb2o.Paper(...)"
-            )
+    check_names(options, set(inspect.signature(minimize).parameters) - _NOT_OPTIONS, "cb2o")
     if has_many_seeds(options.get("seed")):
         raise ConfigError("cb2o takes one seed; many runs at once are fedcb2o.minimize's")
     if tol is not None:
@@ -97,10 +91,9 @@ def cb2o(
 
     def on_step(state: State) -> Any:
         x = state.x.numpy().copy()
-        try:
+        names: set[str] = set()
+        with contextlib.suppress(TypeError, ValueError):  # a built-in without a signature
             names = set(inspect.signature(callback).parameters)  # type: ignore[arg-type]
-        except (TypeError, ValueError):  # a built-in function without a signature
-            names = set()
         if names != {"intermediate_result"}:
             return callback(x)  # type: ignore[misc]
         fun = objective(state.x[None]).item()

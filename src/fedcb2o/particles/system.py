@@ -351,19 +351,14 @@ class System:
         with forbid_writes(name, adversary.move, guarded, evaluation.check_writes):
             pair = adversary.move(view)
         if not isinstance(pair, tuple) or len(pair) != 2:
-            raise ConfigError(
-                "an adversary's `move` must return the pair (a_t, A_t),"
-                f" got a {type(pair).__name__}"
-            )
+            got = type(pair).__name__
+            raise ConfigError(f"an adversary's `move` must return the pair (a_t, A_t), got a {got}")
         drift, diffusion = pair
         for term, value in (("drift a_t", drift), ("diffusion A_t", diffusion)):
-            if not isinstance(value, Tensor | float | int):
-                raise ConfigError(
-                    f"an adversary's {term} must be a tensor or a number,"
-                    f" got a {type(value).__name__}"
-                )
-            if isinstance(value, Tensor) and value.is_complex():
-                raise ConfigError(f"an adversary's {term} must be real, got {value.dtype}")
+            is_complex = isinstance(value, Tensor) and value.is_complex()
+            if is_complex or not isinstance(value, Tensor | float | int):
+                got = getattr(value, "dtype", type(value).__name__)
+                raise ConfigError(f"an adversary's {term} must be real numbers, got {got}")
 
         # 2. Take the step.
         try:
@@ -381,10 +376,8 @@ class System:
                 f"an adversary's drift or diffusion does not fit {[*theta_m.shape]}: {error}"
             ) from error
         if moved.shape != theta_m.shape:
-            raise ConfigError(
-                f"an adversary's drift and diffusion must broadcast to {[*theta_m.shape]},"
-                f" they gave {[*moved.shape]}"
-            )
+            shapes = f"{[*theta_m.shape]}, they gave {[*moved.shape]}"
+            raise ConfigError(f"an adversary's drift and diffusion must broadcast to {shapes}")
         return moved
 
     def _consensus_if(

@@ -17,13 +17,16 @@ Example:
 
 import dataclasses
 import math
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.bounds import Constants, Number, check_share
+from fedcb2o.particles.dynamics import ConsensusParams
 from fedcb2o.particles.settings import check_positive
 
 
@@ -161,6 +164,68 @@ def fit_decay_rate(t: Float[Tensor, " s"], values: Float[Tensor, "*a s"]) -> Flo
     return torch.where(spread > 0, -slope, torch.nan)
 
 
+# ---- capture by malicious particles, measured in `paper/capture.py` ----
+
+_MIN_BENIGN = 2  # benign particles that G needs in Q_beta to choose among
+
+
+class CaptureWarning(UserWarning):
+    """A warning that malicious particles may capture the consensus point."""
+
+
+def benign_left(
+    *, beta: float, w_m: float, num_benign: int, dim: int, averaged: bool = False
+) -> int:
+    """Count the benign particles in Q_beta with attackers at a minimiser of L.
+
+    The count is for delta_q = 0.
+
+    With the plain quantile (eq:q_beta) the count is a rank, about (beta - w_m) N, for every L. In
+    the averaged one (eq:Q_beta) the attackers' q_a = min L fills the integral up to a = w_m, so the
+    level depends on the benign values of L. They are taken as those of a smooth density of
+    particles about an isolated minimiser, where the i-th smallest L - min L is proportional to
+    i^(2/dim). Where the minimisers are a curve or a surface, at least as many particles stay.
+
+    Args:
+        beta: Share of the ensemble in Q_beta, in (0, 1].
+        w_m: Share of the malicious particles, in [0, 1).
+        num_benign: Number of benign particles.
+        dim: d.
+        averaged: Whether the level is the averaged quantile.
+
+    Returns:
+        The number of benign particles.
+
+    Example:
+        >>> benign_left(beta=0.3, w_m=0.1, num_benign=90, dim=2)
+        20
+    """
+    ranks = torch.arange(num_benign + 1, dtype=torch.float64)  # the attackers have rank 0
+    mass = torch.full_like(ranks, (1 - w_m) / num_benign)
+    mass[0] = w_m
+    level = ranks ** (2 / dim)
+    # A small delta_q absorbs rounding.
+    mask = consensus.sublevel_mask(level, beta, delta_q=1e-9, averaged=averaged, mass=mass)
+    return int(mask[1:].sum())
+
+
+def explain_capture(params: ConsensusParams, w_m: float, num_benign: int, dim: int) -> list[str]:
+    """Describe the risk of capture, with its cure, where too few benign particles are left."""
+    left = benign_left(
+        beta=params.beta, w_m=w_m, num_benign=num_benign, dim=dim, averaged=params.averaged
+    )
+    if left >= _MIN_BENIGN:
+        return []
+    room = f"{'about ' if params.averaged and left else ''}{left or 'no'} benign particle"
+    return [
+        f"delta_q = 0 and malicious particles have the share w_m = {w_m:.3g}: on a minimiser of L"
+        f" they leave room for {room} in the sub-level set of beta = {params.beta:g}, and G needs"
+        f" at least {_MIN_BENIGN} to choose among; they can capture the consensus point, however"
+        " bad their G is: take delta_q > 0 (eq:Q_beta), which costs accuracy, or a larger beta, or"
+        " more particles"
+    ]
+
+
 # ---- the choice of beta and alpha (proof of thm:main) ----
 
 
@@ -245,45 +310,22 @@ def alpha_0(
     return max(constants.min_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
-class Suggestion:
+class Suggestion(NamedTuple):
     """Changes of beta and alpha for a share of attackers (eq:beta, eq:alpha).
 
     Attributes:
-        share: Share w_m of attackers.
-        beta_factor: Factor of beta.
-        alpha_increase_in_1_over_u: Increase of alpha in units of 1/u_eps; None without `R_K_G`
-            and `eps`.
-        alpha_increase: Increase of alpha as a number; None without `u` as well.
+        beta_factor: Factor of beta, w_b = 1 - w_m.
+        alpha_increase: Increase of alpha; None without `R_K_G`, `eps` and `u`.
         beta: The attack-free beta, scaled; None without it.
         alpha: The attack-free alpha, increased; None without it, or with an unknown increase.
         notes: Limits of the theory.
     """
 
-    share: float
     beta_factor: float
-    alpha_increase_in_1_over_u: float | None
     alpha_increase: float | None
     beta: float | None
     alpha: float | None
     notes: tuple[str, ...]
-
-    def __repr__(self) -> str:
-        odds = self.share / (1 - self.share)
-        increase = f"max(0, log({odds:.4g} R_K_G / sqrt(eps))) / u_eps"
-        if self.alpha_increase is not None:
-            increase += f" = {self.alpha_increase:.4g}"
-        elif self.alpha_increase_in_1_over_u is not None:
-            increase = f"{self.alpha_increase_in_1_over_u:.4g} / u_eps"
-        beta = "" if self.beta is None else f", so {self.beta:.4g}"
-        alpha = "" if self.alpha is None else f", so {self.alpha:.4g}"
-        lines = [
-            f"for a share w_m = {self.share:.4g} of attackers, relative to the values without"
-            " attack:",
-            f"  beta  x {self.beta_factor:.4g}{beta}",
-            f"  alpha + {increase}{alpha}",
-        ]
-        return "\n".join([*lines, *(f"  - {note}" for note in self.notes)])
 
 
 def suggest_parameters(
@@ -299,7 +341,7 @@ def suggest_parameters(
 
     beta is multiplied by w_b = 1 - w_m. alpha grows by
     max{0, log(w_m/w_b R_K_G / sqrt(eps))} / u_eps, as in eq:alpha (the text after thm:main drops
-    1/u_eps). Without R_K_G, eps and u = u_eps the increase stays a formula.
+    1/u_eps).
 
     Args:
         share: w_m, in [0, 1).
@@ -321,15 +363,9 @@ def suggest_parameters(
     if beta is not None and not 0 < beta <= 1:
         raise ConfigError(f"`beta` must be above 0 and at most 1, got {beta}")
 
-    # 1. The increase of alpha, in units of 1/u and as a number.
-    part = 0.0 if share == 0 else None
-    if share and R_K_G is not None and eps is not None:
-        part = _attack_part(share, R_K_G, eps)
-    increase = 0.0 if part == 0 else None
-    if part and u is not None:
-        increase = part / u
-
-    # 2. The scaled values.
+    increase = 0.0 if share == 0 else None
+    if share and R_K_G is not None and eps is not None and u is not None:
+        increase = _attack_part(share, R_K_G, eps) / u
     scaled = None if beta is None else float(beta * (1 - share))
     raised = None
     if alpha is not None and increase is not None:
@@ -342,7 +378,7 @@ def suggest_parameters(
             " below is possible"
         )
         notes = (risk, *notes)
-    return Suggestion(float(share), float(1 - share), part, increase, scaled, raised, notes)
+    return Suggestion(float(1 - share), increase, scaled, raised, notes)
 
 
 _NOT_COVERED = (
