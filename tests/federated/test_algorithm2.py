@@ -47,7 +47,7 @@ from fedcb2o.simulation.rounds import run_rounds as simulate
 LARGE = ours.TRAINING.model_copy(update={"batch_size": 11})
 
 
-def compare(algorithm, options, *, num_rounds=4, make=network, statistics="shared", **changes):
+def compare(algorithm, options, *, num_rounds=3, make=network, statistics="shared", **changes):
     """Run the library and the oracle; compare models, peers, weights, likelihoods in each round."""
     engine = ours.local_engine(algorithm, make(), **changes)
     run_spec = engine.spec
@@ -105,8 +105,8 @@ FEDCB2O = {
         "own_model": "trusted",
         "mixing_factor": 1.0,
     },
-    "T_G": {"criterion_from_round": 3},
-    "T_G, own trusted": {"criterion_from_round": 3, "own_model": "trusted", "mixing_factor": 1.0},
+    "T_G": {"criterion_from_round": 2},
+    "T_G, own trusted": {"criterion_from_round": 2, "own_model": "trusted", "mixing_factor": 1.0},
     "own judged": {"own_model": "judged", "mixing_factor": 1.0},
     "own a candidate": {"own_candidate": True},
     "own a candidate and judged": {"own_candidate": True, "own_model": "judged"},

@@ -6,7 +6,6 @@ import subprocess
 
 import pytest
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
-from tests.tiny import run_cli
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.report import ArticleForm, SettingResults, create_page, read_grid, report_grid
@@ -77,13 +76,6 @@ def test_confidence_intervals_follow_means(written):
     text = written("accuracy.tex", intervals="ci")
     assert re.fullmatch(r"\\textbf\{75\.0\} \[\d+\.\d, \d+\.\d\]", rows(text)[MEDIAN][0])
     assert r"95\% confidence intervals" in text
-
-
-def test_figures_are_png_and_pdf(tmp_path):
-    assert run_cli("report", str(make_grid(tmp_path / "grid")), "--out", str(tmp_path)).status == 0
-    for name in ("article/accuracy", "article/accuracy-regret", "matrices/accuracy-regret"):
-        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
-        assert (tmp_path / f"{name}.pdf").read_bytes().startswith(b"%PDF")
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is missing")

@@ -1,11 +1,15 @@
 """Matrices of a grid compared with values by hand, and the files of its report."""
 
+import functools
 import gzip
+import itertools
 import json
 import math
 import re
 import shutil
+import tempfile
 from dataclasses import replace
+from pathlib import Path
 
 import matplotlib as mpl
 import numpy as np
@@ -122,91 +126,77 @@ PAIRS = {
 }
 
 
-def make_grid(
-    folder,
-    *,
-    cells=CELLS,
-    floors=BASELINES,
-    removed=REMOVED,
-    errors=None,
-    weights=True,
-    f=None,
-    **table,
-):
+FOLDERS = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def folder_of_runs():
+    """Return a folder with the runs of the three tables, which `make_grid` copies."""
+    folder = Path(FOLDERS.name) / "grid"
+    write_runs(folder, CELLS, BASELINES, REMOVED)
+    return folder
+
+
+def make_grid(folder, *, errors=None, weights=True, f=None, **changes):
     """Write the folder of a grid with the runs of three tables, and the errors of failed runs."""
-    defences = {
-        MEDIAN: {"algorithm": {"name": "by_rule"}},
-        MEAN: {"algorithm": {"name": "dfedavgm"}},
-    }
+    runs = [changes.pop(name, None) for name in ("cells", "floors", "removed")]
+    if weights and f is errors is None and runs == [None] * 3:
+        shutil.copytree(folder_of_runs(), folder)
+    else:
+        defaults = (CELLS, BASELINES, REMOVED)
+        tables = [d if table is None else table for d, table in zip(defaults, runs, strict=True)]
+        write_runs(folder, *tables, errors=errors, weights=weights, f=f)
     grid = {
         "name": "hand",
         "seeds": [0, 1],
-        "defences": defences,
+        "defences": {
+            MEDIAN: {"algorithm": {"name": "by_rule"}},
+            MEAN: {"algorithm": {"name": "dfedavgm"}},
+        },
         "attacks": {FLIP: {}, NOISE: {}},
-        **table,
+        **changes,
     }
-    folder.mkdir()
     write_toml(folder / "grid.toml", grid)
-    cell_rows = []
-    for defence in (MEDIAN, MEAN):
-        for kind, runs in (("clean", floors), ("removed", removed), ("cell", cells)):
-            for attack in (FLIP, NOISE):
-                place = f"{KINDS[kind]}/{defence}/{attack}"
-                scores_by_seed = {
-                    seed: scores
-                    for (d, a, seed), scores in runs.items()
-                    if (d, a) == (defence, attack)
-                }
-                if scores_by_seed:
-                    (folder / place).parent.mkdir(parents=True, exist_ok=True)
-                    pairs = (
-                        PAIRS
-                        if weights
-                        else {**PAIRS, "weights": [[None] * len(w) for w in PAIRS["weights"]]}
-                    )
-                    if f is not None:
-                        pairs = {**pairs, "f": [f] * 6}
-                    share = 0.25 if weights else None
-                    metrics = {
-                        seed: [line(scores, weight=share)]
-                        for seed, scores in scores_by_seed.items()
-                    }
-                    run = write_run(
-                        folder / place,
-                        {},
-                        agents=AGENTS,
-                        metrics=metrics,
-                        pairs={seed: [pairs] for seed in scores_by_seed},
-                    )
-                    for seed in scores_by_seed:
-                        row = summary(run.records_of(seed)).iloc[0].to_dict()
-                        write_json(folder / place / f"seed-{seed}" / "summary.json", row)
-                row_of_cell = {
-                    "kind": kind,
-                    "setting": "",
-                    "defence": defence,
-                    "folder": place,
-                    "rounds": 1,
-                    "seconds": None,
-                }
-                attack_columns = (
-                    {"attack": attack, "floor": attack}
-                    if kind == "cell"
-                    else {"attack": None, "floor": None}
-                )
-                cell_rows.append(
-                    {
-                        **row_of_cell,
-                        **attack_columns,
-                        "error": (errors or {}).get((kind, defence, attack)),
-                    }
-                )
-    write_json(folder / "cells.json", {"cells": cell_rows})
     return folder
+
+
+def write_runs(folder, cells, floors, removed, *, errors=None, weights=True, f=None):
+    """Write the runs of a grid, and its table of cells."""
+    pairs = PAIRS if weights else {**PAIRS, "weights": [[None] * len(w) for w in PAIRS["weights"]]}
+    if f is not None:
+        pairs = {**pairs, "f": [f] * 6}
+    share = 0.25 if weights else None
+    folder.mkdir()
+    rows = []
+    kinds = (("clean", floors), ("removed", removed), ("cell", cells))
+    for defence, (kind, runs), attack in itertools.product((MEDIAN, MEAN), kinds, (FLIP, NOISE)):
+        place = f"{KINDS[kind]}/{defence}/{attack}"
+        metrics = {
+            seed: [line(scores, weight=share)]
+            for (d, a, seed), scores in runs.items()
+            if (d, a) == (defence, attack)
+        }
+        if metrics:
+            (folder / place).parent.mkdir(parents=True, exist_ok=True)
+            seeds = {seed: [pairs] for seed in metrics}
+            run = write_run(folder / place, {}, agents=AGENTS, metrics=metrics, pairs=seeds)
+            for seed in metrics:
+                row = summary(run.records_of(seed)).iloc[0].to_dict()
+                write_json(folder / place / f"seed-{seed}" / "summary.json", row)
+        row = {"kind": kind, "setting": "", "defence": defence, "folder": place, "rounds": 1}
+        name = attack if kind == "cell" else None
+        row |= {"attack": name, "floor": name, "seconds": None}
+        rows.append({**row, "error": (errors or {}).get((kind, defence, attack))})
+    write_json(folder / "cells.json", {"cells": rows})
 
 
 def read_view(folder):
     return SettingResults(read_grid(folder), "")
+
+
+def with_table(view, **changes):
+    """Return a view of the same runs by changed keys of the grid."""
+    return SettingResults(replace(view.results, table={**view.results.table, **changes}), "")
 
 
 def grid_view(tmp_path, **content):
@@ -267,8 +257,8 @@ def test_regret_is_the_distance_to_the_best_of_each_column(view):
     assert result == ["best", "42.5 [-52.8, 137.8]"]
 
 
-def test_worst_regrets_with_and_without_attacks_set_aside(tmp_path):
-    view = grid_view(tmp_path, set_aside=[NOISE])
+def test_worst_regrets_with_and_without_attacks_set_aside(view):
+    view = with_table(view, set_aside=[NOISE])
     table = worst_regrets(view)
     assert table.loc[MEAN, "Regret in accuracy, worst"] == "45.0 [-18.5, 108.5] (Noise)"
     result = table.loc[MEAN, "Regret in attack success, worst but Noise"]
@@ -281,8 +271,8 @@ def test_worst_regrets_with_and_without_attacks_set_aside(tmp_path):
     assert result == "+27.0 [-23.8, +77.8]"
 
 
-def test_the_worst_effects_of_attacks_are_net_of_the_better_baseline(tmp_path):
-    view = grid_view(tmp_path, set_aside=[NOISE])
+def test_the_worst_effects_of_attacks_are_net_of_the_better_baseline(view):
+    view = with_table(view, set_aside=[NOISE])
     assert (
         losses_against_baselines(view).loc[MEDIAN].to_dict()
         == {
@@ -437,6 +427,9 @@ def test_a_report_writes_the_page_and_its_files(report_folder):
         "grid.toml",
     }
     assert result <= names
+    for name in ("article/accuracy", "article/accuracy-regret", "matrices/accuracy-regret"):
+        assert (report_folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+        assert (report_folder / f"{name}.pdf").read_bytes().startswith(b"%PDF")
     page = (report_folder / "report.html").read_text()
     assert "partial" not in page
     assert "://" not in page
@@ -560,19 +553,6 @@ def test_defences_that_train_on_other_samples_are_named(tmp_path):
     ) in list(grid_notes(read_grid(grid)))
 
 
-@pytest.mark.usefixtures("no_figures")
-def test_a_setting_without_results_is_omitted(tmp_path):
-    results = read_grid(make_grid(tmp_path / "grid"))
-    results.rows["setting"] = "Few"
-    results.table["settings"] = {"Few": {}, "Many": {}}
-    names = {
-        str(path.relative_to(tmp_path / "out")) for path in report_grid(results, tmp_path / "out")
-    }
-    assert "matrices/few/accuracy.csv" in names
-    assert "matrices/many/accuracy.csv" not in names
-    assert "partial: 8 of 16 runs" in (tmp_path / "out" / "report.html").read_text()
-
-
 def test_seeds_removed_from_the_grid_do_not_count(tmp_path):
     folder = make_grid(tmp_path / "grid", seeds=[1])
     result = metric_matrix(read_view(folder), "accuracy").loc[MEDIAN].tolist()
@@ -667,40 +647,34 @@ def test_a_large_heat_map_has_a_number_in_every_cell():
 
 
 @pytest.mark.usefixtures("no_figures")
-def test_the_command_reports_a_grid(tmp_path, monkeypatch):
+def test_several_grids_have_one_page_and_a_setting_without_results_is_omitted(tmp_path):
+    first, second = (read_grid(make_grid(tmp_path / name, title=name)) for name in ("a", "b"))
+    second.rows["setting"] = "Few"
+    second.table["settings"] = {"Few": {}, "Many": {}}
+    report_grid([first, second], tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text()
+    tables, _ = unpack(page)
+    assert [table["title"] for table in tables] == ["a", "b: Few"]
+    assert "partial: 8 of 16 runs" in page
+    assert (tmp_path / "out/a/matrices/accuracy.tex").is_file()
+    assert (tmp_path / "out/b/matrices/few/accuracy.csv").is_file()
+    assert not (tmp_path / "out/b/matrices/many/accuracy.csv").exists()
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_the_command_reports_a_grid_and_compares_with_a_reference(view, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     make_grid(tmp_path / "grid")
-    done = run_cli("report", "grid", "--out", "out")
+    with_median, with_mean = (
+        difference_matrix(with_table(view, reference=defence), "accuracy")
+        for defence in (MEDIAN, MEAN)
+    )
+    done = run_cli("report", "grid", "--out", "out", "--reference", MEAN)
     assert (done.status, done.err) == (0, "")
     assert "Attackers" in done.out
     assert "Regret" in done.out
     assert re.search(r"The page is out/report.html; the matrices .* are in out/matrices", done.out)
     assert "runs or of grids" in run_cli("report", "grid", "grid/cells").one_line()
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_several_grids_have_one_page_and_one_folder_per_grid(tmp_path):
-    grids = []
-    for name in ("first", "second"):
-        grids.append(read_grid(make_grid(tmp_path / name, title=name)))
-    report_grid(grids, tmp_path / "out")
-    tables, _ = unpack((tmp_path / "out" / "report.html").read_text())
-    assert [table["title"] for table in tables] == ["first", "second"]
-    assert (tmp_path / "out/second/matrices/accuracy.tex").is_file()
-
-
-@pytest.mark.usefixtures("no_figures")
-def test_the_command_compares_with_a_reference(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    results = read_grid(make_grid(tmp_path / "grid"))
-    with_median, with_mean = (
-        difference_matrix(
-            SettingResults(replace(results, table={**results.table, "reference": defence}), ""),
-            "accuracy",
-        )
-        for defence in (MEDIAN, MEAN)
-    )
-    assert run_cli("report", "grid", "--out", "out", "--reference", MEAN).status == 0
     assert (tmp_path / "out/matrices/accuracy-difference.csv").read_text() == with_mean.to_csv()
     assert (list(with_median.index), list(with_mean.index)) == ([MEAN], [MEDIAN])
     message = "has no defence `Medain`. Did you mean `Median`?"

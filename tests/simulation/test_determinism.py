@@ -33,20 +33,19 @@ VARIANTS = {
 
 @pytest.fixture(scope="module")
 def runs_folder(tmp_path_factory):
-    """Run every variant with 1, 2 and 3 workers, in this order, so that workers are reused."""
+    """Run every variant with one worker and with two."""
     folder = tmp_path_factory.mktemp("workers")
     with pytest.MonkeyPatch.context() as patched:
         assume_fast_bfloat16(patched)
-        for workers in (1, 2, 3):
+        for workers in (1, 2):
             for variant, experiment in VARIANTS.items():
                 run(experiment, out=folder / f"{variant}-{workers}", workers=workers)
     return folder
 
 
-@pytest.mark.parametrize("workers", [2, 3])
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_the_number_of_workers_changes_no_bit(runs_folder, variant, workers):
-    assert bits(runs_folder / f"{variant}-{workers}") == bits(runs_folder / f"{variant}-1")
+def test_the_number_of_workers_changes_no_bit(runs_folder, variant):
+    assert bits(runs_folder / f"{variant}-2") == bits(runs_folder / f"{variant}-1")
 
 
 @functools.cache
