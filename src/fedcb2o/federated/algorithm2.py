@@ -234,7 +234,10 @@ def track_own_likelihood(
 
 @dataclass(frozen=True)
 class CriterionWeighing:
-    """Lines 5 and 6 of FedCB2O and FedCBO: a criterion, and its weights with sharpness `alpha`."""
+    """Lines 5 and 6 of FedCB2O and FedCBO: a criterion, and its weights with sharpness `alpha`.
+
+    With `sees_all` its criterion gets the models that `loss_tolerance` does not tolerate, too.
+    """
 
     function: Callable[[CriterionInput], CriterionValues]
     alpha: float
@@ -246,7 +249,6 @@ class CriterionWeighing:
         if USER_FUNCTION.get(self.function) is not None:
             inputs = inputs.copy()  # a user's algorithm may write into its input
         # Line 5: G^i <- G_j(theta^i), and Q_beta
-        # (the criterion has multiplied G by the confidence of an agent of few classes)
         G = self.function(inputs)
         # Line 6: mu^i <- exp(-alpha G^i) / sum_k exp(-alpha G^k)
         return RuleOutput(consensus_weights(G, self.alpha)), state
@@ -256,7 +258,7 @@ def consensus_weights(G: CriterionValues, alpha: float) -> Float[Tensor, "*a k"]
     """Compute the weights of the consensus point m (line 6).
 
     mu^i = exp(-alpha G^i), normalised (eq:comp_csp, restricted to Q_beta as in eq:clustered_csp).
-    The agent's own model is last.
+    The agent's own model is last. G holds the confidence of an agent of few classes.
     """
     return consensus.weights(torch.cat([G.values, G.own], -1), alpha, G.in_sublevel_set)
 

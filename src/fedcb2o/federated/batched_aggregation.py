@@ -103,7 +103,7 @@ def decide(
         if call.inputs.losses is not None:
             L[entries] = call.inputs.losses.mean.flatten().numpy()
 
-    # Line 4 is last, for all members at once.
+    # Line 4 is last, because criteria read the contacts of before the round.
     contacts = update_likelihoods(  # line 4: P^i
         algorithm,
         state.contacts.take(positions),

@@ -71,7 +71,7 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
     spec, models, layout = group.spec, group.models, group.layout
     rows = layout.own[members].tolist()
 
-    # 1. Keep the models before the round where a rule reads them.
+    # 1. Keep the models before the round where a rule or a guard reads them.
     if layout.previous is not None:
         for k, row in zip(members.tolist(), rows, strict=True):
             models[layout.previous[k]] = models[row]

@@ -70,7 +70,8 @@ def mixing_matrix(
     agent = decisions.received.list_index
     total = np.bincount(agent, decisions.weights, len(ids))
     total = total + decisions.own_weight + previous_weight
-    # A reduction has no weights, or weights for the record alone.
+    # An agent whose models all have weight 0 keeps its own. A reduction has no weights, or weights
+    # for the record alone.
     moves = (total > 0) & ~np.isin(ids, list(decisions.reductions))
 
     # Entries of W as (agent, sort key, row of the buffer, value).

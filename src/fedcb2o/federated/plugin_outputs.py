@@ -84,7 +84,7 @@ def validated_selection(
 
 
 def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[Tensor, "*a m"]:
-    """Return a criterion's values in float64; infinity, no weight, if masked or not finite."""
+    """Return a criterion's values in float64; infinity, no weight, if not finite."""
     name = display_name("criterion", criterion)
     is_user_function = USER_FUNCTION.get(criterion) is not None
     # A user's criterion gets a copy of its input, which others use after it.

@@ -1,4 +1,4 @@
-"""Validation losses of received models (Algorithm 2, line 3)."""
+"""Admission by guards, and validation losses, of received models (Algorithm 2, line 3)."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -140,7 +140,7 @@ def admit(
     """Return an outcome of `guards` for each received model of active agents at `positions`."""
     guards = group.spec.algorithm.guards
     outcome = np.full(len(inbox.rows), ADMITTED)
-    if not guards.checks_distance and guards.max_sensitivity is False:
+    if not guards.checks_models:
         return outcome
 
     for position in positions.tolist():

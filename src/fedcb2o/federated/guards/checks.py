@@ -108,6 +108,11 @@ class Guards(Section):
         """True if received models may be refused because of their distance."""
         return self.max_distance is not False or self.min_distance is not False
 
+    @property
+    def checks_models(self) -> bool:
+        """True if the step "admit" may refuse received models."""
+        return self.checks_distance or self.max_sensitivity is not False
+
 
 _NEAR_SHARE = 1 / 3
 """Share of the farthest admitted model's distance from which no model is too near."""
@@ -126,7 +131,7 @@ def distance_check(
     """Return an outcome for each received model, by its distance from the agent's own model.
 
     The largest distance is the ball B_R of eq:Q_beta, about the agent's own model. The least one is
-    at most a third of the largest that this ball admits.
+    at most a third of that of the farthest received model in this ball.
     """
     # One pass over the models gives the agent's own movement, too.
     ahead = [] if previous_row is None else [previous_row]
