@@ -281,8 +281,9 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
 
     The confidence is min(1, exp(H) / (coverage C))^2, where H is the entropy of the labels, exp(H)
     their effective number of classes, and C the number of classes; it is 1 for data without
-    classes. With confidence c, `SublevelCriterion` multiplies G by c, which is alpha c in eq:comp_csp, and adds
-    the share 1 - c of the other models to the sub-level set (eq:clustered_csp).
+    classes. With confidence c, `SublevelCriterion` multiplies G by c, which is alpha c in
+    eq:comp_csp, and adds the share 1 - c of the other models to the sub-level set
+    (eq:clustered_csp).
     """
     # On few classes losses say little: a peer with other classes has a high loss, and an attack on
     # other classes a low one.
