@@ -41,9 +41,6 @@ from torch import Tensor, nn
 
 from fedcb2o.rng import stream
 
-CANDIDATES = 12  # classes for which a perturbation is refined after the first step
-MEASURED = 256  # largest number of validation samples on which a perturbation is evaluated
-
 
 @dataclass(frozen=True)
 class Training:
@@ -69,9 +66,9 @@ class Options:
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
     own_likelihood: Literal["every_round"] | None = None  # released code: every round
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
-    criterion: Literal[
-        "class_loss_gap", "class_loss_excess", "perturbation_gap", "average_loss", "num_samples"
-    ] = "class_loss_gap"
+    criterion: Literal["class_loss_gap", "class_loss_excess", "average_loss", "num_samples"] = (
+        "class_loss_gap"
+    )
     criterion_from_round: int = 0  # T_G
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
@@ -92,14 +89,6 @@ class Options:
     # Criteria beyond the paper.
     least_deviation: float = 0.8  # class_loss_excess: least nats of a standard deviation
     slack: float = 2.0  # class_loss_excess: standard errors above sqrt(2 log C)
-    z: float = 0.0  # standard errors subtracted from the mean difference of rises
-    pixels: int = 6  # largest number of painted pixels
-    samples: int = 4  # number of validation samples for the gradients
-    steps: int = 1  # number of gradient steps
-    blend: float = 0.0  # share of noise in these samples
-    against: Literal["own", "majority"] = (
-        "own"  # majority: the model of median rise in Q, where its rise is larger
-    )
 
 
 FEDCB2O = Options()
@@ -296,14 +285,9 @@ def local_aggregations(
             uses_gap = options.criterion != "average_loss" and n >= options.criterion_from_round
             Q = sublevel_set(losses, candidates, j, options, label_confidence)
             G = {}
-            rises = {}
-            if uses_gap and options.criterion == "perturbation_gap":
-                rises = worst_rises(published, {*Q, j}, agent, stream(seed, "rule", n, j))
             # Line 5: G^i <- G_j(theta_n^i; theta_n^j), or L_j^i before round T_G
             for i in sorted({*admitted, j}):
-                if rises:
-                    G[i] = perturbation_gap(rises, i, j, options) if i in Q and i != j else 0.0
-                elif not uses_gap:
+                if not uses_gap:
                     G[i] = losses[i].mean
                 elif options.criterion == "class_loss_excess":
                     G[i] = class_loss_excess(losses, i, j, admitted, options)
@@ -688,137 +672,6 @@ def class_loss_excess(
 def lower_median(values: list[float]) -> float:
     """Return the median, of an even number of values the lower one."""
     return sorted(values)[(len(values) - 1) // 2]
-
-
-def perturbation_gap(rises: dict[int, list[float]], i: int, j: int, options: Options) -> float:
-    """Return the mean rise of a peer's loss minus the rise of agent j's, less z standard errors.
-
-    Each loss rises under the model's own worst perturbation. With `against="majority"` the
-    reference is the model of median rise, if it rises more than agent j's.
-    """
-    expected = rises[j]
-    if options.against == "majority":
-        median = sorted(rises.values(), key=mean_of)[(len(rises) - 1) // 2]
-        expected = max(expected, median, key=mean_of)
-    differences = [a - b for a, b in zip(rises[i], expected, strict=True)]
-    n, mean = len(differences), mean_of(differences)
-    error = math.sqrt(
-        sum((difference - mean) ** 2 for difference in differences) / max(1, n - 1) / n
-    )
-    return max(0.0, mean - options.z * error)
-
-
-def worst_rises(
-    published: list[nn.Module], models: set[int], agent: Agent, draw: np.random.Generator
-) -> dict[int, list[float]]:
-    """Return the rises of sample losses where the worst pixels of each model are painted.
-
-    Pixels are found on `samples` validation samples, and evaluated on at most `MEASURED`.
-    """
-    options = agent.algorithm
-    search_indices = spread(options.samples, len(agent.validation_y))
-    images, labels = agent.validation_x[search_indices], agent.validation_y[search_indices]
-    if options.blend > 0:
-        noise = torch.from_numpy(draw.random(tuple(images.shape))).float()
-        images = (1 - options.blend) * images + options.blend * noise
-    indices = spread(MEASURED, len(agent.validation_y))
-    x, y = agent.validation_x[indices], agent.validation_y[indices]
-    rises = {}
-    for i in models:
-        painted = x.clone()
-        for channel, row, column, colour in worst_pixels(published[i], options, images, labels):
-            painted[:, channel, row, column] = colour
-        published[i].eval()
-        with torch.no_grad():
-            before, after = (
-                F.cross_entropy(published[i](inputs).double(), y, reduction="none").tolist()
-                for inputs in (x, painted)
-            )
-        rises[i] = [b - a for a, b in zip(before, after, strict=True)]
-    return rises
-
-
-def spread(count: int, n: int) -> list[int]:
-    """Return `count` indices spread evenly over range(n); all if n is smaller."""
-    count = min(count, n)
-    return [k * n // count for k in range(count)]
-
-
-def worst_pixels(
-    model: nn.Module, options: Options, x: Tensor, y: Tensor
-) -> list[tuple[int, int, int, float]]:
-    """Return the worst pixels for a model as (channel, row, column, colour).
-
-    Painted black (0) or white (1), they raise the output of one class c most above the output of
-    the label, to first order.
-    """
-    model.eval()
-    classes = list(range(model(x[:1]).shape[1]))
-    images, rise = {c: x.clone() for c in classes}, dict[int, float]()
-    chosen: dict[int, list[tuple[int, int, int, float]]] = {c: [] for c in classes}
-    for step in range(1, options.steps + 1):
-        # After the first step only the most promising classes remain.
-        if step == 2:
-            classes = sorted(sorted(classes, key=lambda c: -rise[c])[:CANDIDATES])
-        pixels = min(options.pixels, x[0, 0].numel())
-        num_painted = [math.ceil(pixels * s / options.steps) for s in (step - 1, step)]
-        # Each step paints a part of the pixels, by the gradients at the images painted so far.
-        for c in classes:
-            gain, colours = gains_of_pixels(model, images[c], y, c)
-            painted = {(row, column) for _, row, column, _ in chosen[c]}
-            by_gain = sorted(
-                (pixel for pixel in gain if pixel not in painted), key=lambda pixel: -gain[pixel]
-            )
-            best = [
-                pixel for pixel in by_gain[: num_painted[1] - num_painted[0]] if gain[pixel] > 0
-            ]
-            chosen[c] += [painted_channel for pixel in best for painted_channel in colours[pixel]]
-            for channel, row, column, colour in chosen[c]:
-                images[c][:, channel, row, column] = colour
-            rise[c] = sum(gain[pixel] for pixel in best)
-    # c has the largest first-order rise with one step, and the largest loss with several steps.
-    if options.steps > 1:
-        with torch.no_grad():
-            rise = {c: F.cross_entropy(model(images[c]).double(), y).item() for c in classes}
-    return chosen[max(classes, key=lambda c: rise[c])]
-
-
-def gains_of_pixels(
-    model: nn.Module, x: Tensor, y: Tensor, c: int
-) -> tuple[dict[tuple[int, int], float], dict[tuple[int, int], list[tuple[int, int, int, float]]]]:
-    """Return the first-order gain of each pixel painted in all images, and its channels' colours.
-
-    The gain is the rise of the output of class c above the output of the label.
-    """
-    gain: dict[tuple[int, int], float] = {}
-    colours: dict[tuple[int, int], list[tuple[int, int, int, float]]] = {}
-    slope = []
-    for k in range(len(x)):
-        image = x[k : k + 1].clone().requires_grad_()
-        outputs = model(image)[0]
-        slope.append(torch.autograd.grad(outputs[c] - outputs[y[k]], image)[0][0].tolist())
-    channels, height, width = x.shape[1:]
-    for row in range(height):
-        for column in range(width):
-            gain[row, column], colours[row, column] = 0.0, []
-            for channel in range(channels):
-                by_colour = {
-                    colour: mean_of(
-                        [
-                            s[channel][row][column] * (colour - float(image[channel, row, column]))
-                            for s, image in zip(slope, x, strict=True)
-                        ]
-                    )
-                    for colour in (1.0, 0.0)
-                }
-                colour = max(by_colour, key=lambda candidate: by_colour[candidate])
-                if by_colour[colour] > 0:
-                    gain[row, column] += by_colour[colour]
-                    colours[row, column].append((channel, row, column, colour))
-    return gain, colours
-
-
-# ---- Algorithm 2, lines 6 and 7: the consensus point ----
 
 
 def sublevel_set(

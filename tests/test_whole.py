@@ -18,8 +18,6 @@ import torch
 from safetensors.torch import load_file
 
 import fedcb2o
-from fedcb2o.federated.criteria import universal_perturbation
-from tests import reference
 from tests.whole import RoundResult, WholeRun, turned
 
 SEED = 1000
@@ -148,36 +146,6 @@ CASES: dict[str, dict[str, Any]] = {
             "guards": {"newcomer_share": 0.3, "interpolation": 0.5, "loss_tolerance": 1.0},
         },
     },
-    "the gap of the worst perturbations": {
-        "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
-        "algorithm": {
-            **{"name": "fedcb2o", "own_model": "judged", "alpha": 1.0},
-            **{
-                "criterion": {"name": "perturbation_gap", "pixels": 3, "samples": 3, "z": 0.5},
-                "mixing_factor": 1.0,
-            },
-            "guards": {"loss_tolerance": 2.0, "interpolation": 0.5},
-        },
-    },
-    "the gap of perturbations sought in steps": {
-        "attack": {"name": "label_flip", "source": 9, "target": 4, "from_round": 1},
-        "algorithm": {
-            **{"name": "fedcb2o", "beta": 0.75, "own_model": "judged", "alpha": 1.0},
-            "guards": {"interpolation": 0.5},
-            "criterion": {
-                **{
-                    "name": "perturbation_gap",
-                    "pixels": 5,
-                    "samples": 3,
-                    "steps": 2,
-                    "z": 0.5,
-                    "against": "majority",
-                },
-                "blend": 0.25,
-            },
-            "mixing_factor": 1.0,
-        },
-    },
 }
 BUILT_IN: dict[str, dict[str, Any]] = {
     "MLP": {"model": {"name": "mlp", "hidden": [12]}, "agents": PAPER},
@@ -201,18 +169,8 @@ def lines(folder: Path, name: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
-@pytest.mark.parametrize(
-    "changes",
-    [
-        pytest.param(changes, id=name, marks=pytest.mark.slow if "perturbations" in name else ())
-        for name, changes in CASES.items()
-    ],
-)
-def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path, monkeypatch):
-    monkeypatch.setattr(universal_perturbation, "MAX_CANDIDATES", 4)  # of 10 classes
-    monkeypatch.setattr(universal_perturbation, "MAX_SAMPLES", 7)  # of more samples
-    monkeypatch.setattr(reference, "CANDIDATES", 4)
-    monkeypatch.setattr(reference, "MEASURED", 7)
+@pytest.mark.parametrize("changes", CASES.values(), ids=CASES.keys())
+def test_a_run_equals_plain_loops_from_the_file_to_its_scores(changes, tmp_path):
     check_run(changes, tmp_path, SMOOTH)
 
 

@@ -31,7 +31,6 @@ from fedcb2o.peer.wire.protocol import (
     decode_offer,
     decode_request,
     encode_offer,
-    num_chunks,
 )
 from fedcb2o.peer.wire.transport import Reply, Transport
 
@@ -191,7 +190,7 @@ answers("65 digests", "malformed")(
 )
 
 
-# Invalid manifests.
+# Invalid manifests; more of them are in test_protocol.py.
 
 
 def manifests(name: str, *reasons: str) -> Any:
@@ -207,35 +206,15 @@ def manifests(name: str, *reasons: str) -> Any:
     return named
 
 
-manifests("of no member", "member")(lambda liar, request: {"agent": 2**32 - 1})
 manifests("in another's name", "signature")(
     lambda liar, request: {"agent": (liar.agent_id + 1) % 2}
 )
 manifests("another run", "run")(lambda liar, request: {"run": bytes(32)})
-manifests("round 2^32 - 1", "round")(lambda liar, request: {"round": 2**32 - 1})
-manifests("after the last round", "round")(lambda liar, request: {"round": liar.federation.rounds})
 manifests("an old round", "round")(
     lambda liar, request: {"round": request.round - liar.federation.lag - 1}
 )
 manifests("too small", "size")(lambda liar, request: {"size": 4 * liar.dim - 4})
-manifests("too large", "size")(lambda liar, request: {"size": 4 * liar.dim + 4})
-manifests("2^63 bytes", "size")(lambda liar, request: {"size": 2**63})
-manifests("2^64 - 1 bytes", "size")(lambda liar, request: {"size": 2**64 - 1})
-manifests("no bytes", "size")(lambda liar, request: {"size": 0, "chunks": ()})
-manifests("another network", "size")(lambda liar, request: {"dim": liar.dim - 1})
-manifests("2^63 parameters", "size")(lambda liar, request: {"dim": 2**63})
-manifests("a chunk too few", "size")(
-    lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) - 1)}
-)
-manifests("a chunk too many", "length")(
-    lambda liar, request: {"chunks": (bytes(32),) * (num_chunks(4 * liar.dim) + 1)}
-)
-manifests("2^14 chunks", "length")(
-    lambda liar, request: {"size": 2**34, "dim": 2**32, "chunks": (bytes(32),) * 2**14}
-)
 manifests("another encoding", "dtype")(lambda liar, request: {"encoding": 1})
-manifests("an unknown encoding", "dtype")(lambda liar, request: {"encoding": 255})
-manifests("another base", "dtype")(lambda liar, request: {"base": secrets.token_bytes(32)})
 
 
 @lie("unsigned", "signature")
