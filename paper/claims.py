@@ -21,6 +21,7 @@ again.
 import argparse
 import functools
 import math
+import operator
 import re
 import shutil
 import statistics
@@ -403,16 +404,20 @@ def matrix_rows() -> list[dict[str, Any]]:
     """Compute the matrix: one row per claim, one cell per column.
 
     Returns:
-        Rows with section, text, the paper's number and cells; a cell is None without the runs of
-        the claim, else a dict with verdict, statistic and seeds.
+        Rows with section, text, the paper's number and cells; a cell has a verdict, statistic and
+        seeds for each cluster that the row names, and is empty without the runs of the claim.
     """
     columns = [_column_values(folder) for folder in COLUMNS.values()]
     rows: list[dict[str, Any]] = []
     for claim in all_claims():
-        cells = [_cell(claim, values) for values in columns]
-        if any(cells):
+        found = (_cell(claim, values) for values in columns)
+        cells = [[cell] if cell else [] for cell in found]
+        text = claim.text.replace(" (cluster 1)", " (clusters 1, 2)")
+        if text.endswith(" (cluster 2)"):
+            rows[-1]["cells"] = list(map(operator.add, rows[-1]["cells"], cells))
+        elif any(cells):
             paper = "" if math.isnan(claim.paper) else f"{claim.paper:+.2f}"
-            row = {"section": claim.section, "text": claim.text, "paper": paper}
+            row = {"section": claim.section, "text": text, "paper": paper}
             rows.append({**row, "cells": cells})
     return rows
 
@@ -459,7 +464,7 @@ def matrix_markdown() -> str:
     rows = matrix_rows()
     columns = []
     for position, title in enumerate(COLUMNS):
-        cells = [row["cells"][position] for row in rows if row["cells"][position]]
+        cells = [cell for row in rows for cell in row["cells"][position]]
         usual_seeds = statistics.mode(cell["seeds"] for cell in cells)
         columns.append({"title": title, "seeds": usual_seeds})
     return template.render(columns=columns, rows=rows).strip()
