@@ -175,7 +175,7 @@ ALGORITHMS = {
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS.values(), ids=ALGORITHMS)
 def test_engines_agree_with_every_algorithm(algorithm):
-    """Some agents are absent in each round."""
+    """Agents are absent in each round."""
     choices = ["each alone", "all"]
     assert_engines_agree(algorithm, count=3, participation=0.6, choices=choices)
 
