@@ -90,3 +90,14 @@ def test_the_tables_compile(intervals, written, tmp_path):
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.usefixtures("no_figures")
+@pytest.mark.parametrize(("f", "exceeded"), [(0, True), (1, False)])
+def test_cells_with_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, exceeded):
+    results = read_grid(make_grid(tmp_path / "grid", f=f))
+    report_grid(results, tmp_path, ArticleForm(intervals="none"))
+    text = (tmp_path / "article" / "accuracy.tex").read_text(encoding="utf-8")
+    mark = r"$^\dagger$" if exceeded else ""
+    assert rows(text)[MEAN] == [rf"\textbf{{75.0}}{mark}", f"15.0{mark}"]
+    assert (r"$^\dagger$: an agent received more malicious models" in text) is exceeded

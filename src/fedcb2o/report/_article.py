@@ -73,7 +73,8 @@ def write_article(page: Page, view: SettingResults, start: str, form: ArticleFor
             spreads = view.pivot(_spreads(statistics, form), columns)
             shades = view.pivot(_regret.regrets(short)["mean"], columns)
             scale = 1.0 if view.results.info(value).is_percent else 0.01  # the map shows percent
-            figure = draw_heat_map(scale * means, scale * spreads, shades=shades)
+            marked = view.exceeded_cells(columns)
+            figure = draw_heat_map(scale * means, scale * spreads, shades=shades, marked=marked)
             page.write_figure(f"{folder}{name}", figure)
 
 
@@ -99,6 +100,11 @@ def _latex_table(
     is_percent = view.results.info(value).is_percent
     texts = _cells(statistics, columns, form, 100 if is_percent else 1, is_low_best)
     rows = view.pivot(texts, columns).astype(object).fillna("--")
+    exceeded = view.exceeded_cells(columns).reindex(rows.index)
+    rows = rows.mask(exceeded, rows + r"$^\dagger$")
+    note = ""
+    if exceeded.to_numpy().any():
+        note = r" $^\dagger$: an agent received more malicious models in a round than the rule assumes."
     where = f", {view.setting}" if view.setting else ""
     unit = ", percent" if is_percent else ""
     seeds = len(view.results.seeds)
@@ -109,7 +115,7 @@ def _latex_table(
         rf"\begin{{{environment}}}",
         r"\centering",
         r"\small",
-        rf"\caption{{{head}; {numbers}. Best in bold.}}",
+        rf"\caption{{{head}; {numbers}. Best in bold.{note}}}",
         rf"\label{{{label}}}",
         rf"\begin{{tabular}}{{@{{}}l{'r' * len(columns)}@{{}}}}",
         r"\toprule",
