@@ -610,8 +610,8 @@ def class_loss_excess(
     """Compute max_c max(0, (d_c - b) / e_c - m) max(e_c, least_deviation / sqrt(n_c)) (not in the paper).
 
     d_c is the mean over agent j's samples of class c of L(theta^i) - L(theta^j). b and the spread of
-    d_c over classes are the model's own, at most half of the largest sigma / sqrt(n_c). sigma and m
-    are medians over the better half of the received.
+    d_c over classes are the model's own, at most those of the typical peer, from half to one of the
+    largest sigma / sqrt(n_c). The typical peer has medians over the better half of the received.
     """
     if i == j:
         return 0.0 if all(math.isfinite(loss) for loss in losses[j].by_class.values()) else math.inf
@@ -645,16 +645,21 @@ def class_loss_excess(
     finite = [variance for variance in variances if math.isfinite(variance)]
     sigma = max(1e-3, math.sqrt(lower_median(finite))) if finite else 1e-3
 
-    most = 0.5 * sigma / math.sqrt(min(counts.values()))
-    shared, errors = {}, {}
+    shared, spread = {}, {}
     for k in {*better, i}:
         values = [gap for gap in gaps[k].values() if math.isfinite(gap)]
-        shared[k] = spread = 0.0
+        shared[k] = spread[k] = 0.0
         if len(classes) > 1 and values:
             median = lower_median(values)
-            shared[k] = min(max(0.0, median), most)
-            spread = min(1.4826 * lower_median([abs(gap - median) for gap in values]), most)
-        errors[k] = {c: math.sqrt(sigma**2 / counts[c] + spread**2) for c in classes}
+            shared[k] = max(0.0, median)
+            spread[k] = 1.4826 * lower_median([abs(gap - median) for gap in values])
+    most = sigma / math.sqrt(min(counts.values()))
+    for values in (shared, spread):
+        typical = min(max(lower_median([values[k] for k in better]), most / 2), most)
+        values.update({k: min(value, typical) for k, value in values.items()})
+    errors = {
+        k: {c: math.sqrt(sigma**2 / counts[c] + spread[k] ** 2) for c in classes} for k in spread
+    }
 
     scores = {
         k: {c: (gaps[k][c] - shared[k]) / errors[k][c] for c in classes} for k in {*better, i}

@@ -138,8 +138,8 @@ def excess(differences, labels=(0, 0, 1, 1), **options):
         ([LIKE_OWN, LIKE_OWN, [0, 0, 2.1, 1.9]], {"least_deviation": 0.0}, [0, 0, 2]),
         # The typical peer has a gap of one standard error: it and better ones have the value 0.
         ([[0.2, 0, 0.1, -0.1], [0.2, 0, 0.1, -0.1], [0, 0, 2.1, 1.9]], {}, [0, 0, 1.9 * UNIT]),
-        # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2, and b 0.05.
-        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(1.95 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
+        # An inbox of attackers alone: m is at most sqrt(2 log 2) + 2, and b one error.
+        ([[0, 0.2, 1.9, 2.1]] * 2, {}, [(1.9 - (math.sqrt(2 * math.log(2)) + 2) / 10) * UNIT] * 2),
         ([[0, 0.2, 1.9, 2.1]] * 2, {"slack": 30.0}, [0, 0]),
         # Models that are worse in both classes alike, by at most and by more than half an error.
         ([LIKE_OWN, LIKE_OWN, [0.14, -0.06] * 2], {}, [0, 0, 0]),
@@ -169,6 +169,18 @@ def test_an_excess_is_beyond_the_spread_of_a_models_gaps_over_classes():
     values = excess(models, (0, 0, 1, 1, 2, 2), least_deviation=0.0)
     errors = [math.hypot(0.1, 1.4826 * 0.02), math.hypot(0.1, 0.05)]
     assert values == pytest.approx([0, 0, 0, 1.96 - errors[0], 1.95 - errors[1]])
+
+
+def test_what_other_classes_excuse_is_that_of_the_typical_peer_up_to_one_error():
+    """Typical peers have the gap 0.08 in both classes, less than an error, or 0.3: three errors.
+
+    The last model has a gap of 2 in class 1, and theirs in class 0. Gaps of 0.3 exceed b = 0.1 by
+    two errors, which is m.
+    """
+    for typical, expected in ((0.08, 2 - 0.08), (0.3, 2 - 0.1 - 2 * 0.1)):
+        peer = [typical + d for d in LIKE_OWN]
+        values = excess([peer, peer, [*peer[:2], 2.1, 1.9]], least_deviation=0.0)
+        assert values == pytest.approx([0, 0, expected])
 
 
 def test_an_excess_of_single_samples_has_the_error_of_all():

@@ -104,7 +104,7 @@ def _latex_table(
     rows = rows.mask(exceeded, rows + r"$^\dagger$")
     note = ""
     if exceeded.to_numpy().any():
-        note = r" $^\dagger$: an agent received more malicious models in a round than the rule assumes."
+        note = r" $^\dagger$: an agent received more malicious models than the rule assumes."
     where = f", {view.setting}" if view.setting else ""
     unit = ", percent" if is_percent else ""
     seeds = len(view.results.seeds)

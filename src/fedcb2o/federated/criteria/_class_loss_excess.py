@@ -12,7 +12,7 @@ from fedcb2o.federated.types import CriterionInput, batched
 
 _LEAST_SIGMA = 1e-3  # nats; equal losses would otherwise be divided by nothing
 _NORMAL_MAD = 1.4826  # standard deviation of a normal number over its median absolute deviation
-_MOST_SHARED = 0.5  # of the largest standard error: what a model's other classes can excuse
+_EXCUSED = 0.5, 1.0  # of the largest standard error: bounds of what other classes excuse
 
 
 @batched
@@ -31,14 +31,14 @@ def class_loss_excess(
         e_c^2 = sigma^2 / n_c + D^2,    D = 1.4826 median_c |d_c - median_c d_c|,
 
     the noise of the samples and the spread of the model's gaps over classes. b and D are at most
-    half of the largest sigma / sqrt(n_c). The value is
+    those of the typical peer, from half to one of the largest sigma / sqrt(n_c). The value is
 
         max_c max(0, (d_c - b) / e_c - m) max(e_c, least_deviation / sqrt(n_c)).
 
     m is max_c (d_c - b) / e_c of the typical peer, from 0 to sqrt(2 log C) + `slack` for the C
-    classes of the agent: the median over the better half of the received models, those of average
-    loss up to the median. sigma, the standard deviation of differences within a class, is the
-    median over the same models.
+    classes of the agent. The typical peer has medians over the better half of the received models,
+    those of average loss up to the median. sigma, the standard deviation of differences within a
+    class, is such a median, too.
 
     So a gap that noise explains, that all classes share or that the typical peer has too has the
     value 0, as the agent's own model has. Average losses judge a model that is worse everywhere.
@@ -71,7 +71,10 @@ def class_loss_excess(
 
     noise = sigma[..., None, None] * per_sample
     most = noise.masked_fill(~losses.present.unsqueeze(-2), 0.0).amax(-1, keepdim=True)
-    shared, spread = _centre_and_spread(gap, losses.present, _MOST_SHARED * most)
+    shared, spread = (
+        values.minimum(_typical(values.squeeze(-1), is_better, most))
+        for values in _centre_and_spread(gap, losses.present)
+    )
     error = noise.hypot(spread)
     # Classes without samples have no gap.
     gap = (gap - shared).masked_fill(~losses.present.unsqueeze(-2), -torch.inf)
@@ -84,18 +87,26 @@ def class_loss_excess(
 
 
 def _centre_and_spread(
-    gap: Float[Tensor, "*a m C"], present: Bool[Tensor, "*a C"], most: Float[Tensor, "*a 1 1"]
+    gap: Float[Tensor, "*a m C"], present: Bool[Tensor, "*a C"]
 ) -> tuple[Float[Tensor, "*a m 1"], Float[Tensor, "*a m 1"]]:
     """Return a model's median gap, at least 0, and the spread of its gaps over present classes.
 
     The spread is the standard deviation of normal gaps with their median absolute deviation. Both
-    are bounded, and 0 for an agent of one class.
+    are 0 for an agent of one class.
     """
     finite = gap.masked_fill(~(present.unsqueeze(-2) & gap.isfinite()), torch.nan)
     median = finite.nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
     deviation = (finite - median).abs().nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
-    most = most * (present.sum(-1) > 1)[..., None, None]
-    return median.clamp(min=0).minimum(most), (_NORMAL_MAD * deviation).minimum(most)
+    several = (present.sum(-1) > 1)[..., None, None]
+    return several * median.clamp(min=0), several * _NORMAL_MAD * deviation
+
+
+def _typical(
+    values: Float[Tensor, "*a m"], is_better: Bool[Tensor, "*a m"], most: Float[Tensor, "*a 1 1"]
+) -> Float[Tensor, "*a 1 1"]:
+    """Return the typical peer's value, which attackers raise at most to one standard error."""
+    least, largest = (share * most for share in _EXCUSED)
+    return _median(values, is_better)[..., None, None].clamp(least, largest)
 
 
 def _class_counts(labels: Int[Tensor, "*a n"], num_classes: int) -> Float[Tensor, "*a C"]:
