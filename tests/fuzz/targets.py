@@ -278,7 +278,7 @@ def http(data: bytes) -> None:
             parser = RequestParser(max_body)
             with suppress(RefusedError):
                 if any(parser.receive(data[k : k + size]) for k in range(0, len(data), size)):
-                    request = parser.request(None)
+                    request = parser.request
                     assert request.method in ("GET", "PUT")
                     assert request.target.startswith("/v")
                     assert "%" not in request.target
@@ -437,7 +437,8 @@ def relay_request(data: bytes) -> None:
     """A signed request of a member to a relay: its method, its target and its body."""
     head, _, body = data.partition(b"\n")
     method, _, target = head.decode("latin-1").partition(" ")
-    request = HttpRequest(method, target, {"authorization": "Ed25519 AA=="}, body, None)
+    headers = {"authorization": "Ed25519 AA=="}
+    request = HttpRequest(method, target, headers, bytearray(body))
     assert _own_relay()._signer(request) is None
     with mock.patch.object(relay_module, "_MAX_TAKE_SECONDS", 0.0), suppress(OSError):
         code, content = _own_relay()._reply("org-0", request)

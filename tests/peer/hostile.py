@@ -110,9 +110,9 @@ class Liar:
                 receiver=other,
                 nonce=secrets.token_bytes(16),
             ).encode(self.identity.sign)
-            for answer in self.transport.ask(other, asked, 1.0):
-                if answer.status is AnswerStatus.OK:
-                    return decode_offer(answer.body)[0]
+            answer = self.transport.ask(other, asked, 1.0).answer()
+            if answer is not None and answer.status is AnswerStatus.OK:
+                return decode_offer(answer.body)[0]
         return b""
 
 

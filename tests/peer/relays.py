@@ -25,9 +25,9 @@ from fedcb2o.peer import (
 )
 from fedcb2o.peer.wire import relayed as relayed_module
 from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire.mailbox import FormerMemberError, Mailbox, RelayMailbox
+from fedcb2o.peer.wire.mailbox import FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire.relay import Relay
-from fedcb2o.peer.wire.relayed import Relayed
+from fedcb2o.peer.wire.relayed import Mailbox, Relayed
 from fedcb2o.peer.wire.sealing import CARD_BYTES, SealedKind, Session
 
 __all__ = [

@@ -18,6 +18,7 @@ from fedcb2o.peer.wire.protocol import (
     Answer,
     AnswerStatus,
     Manifest,
+    Question,
     RequestKind,
     decode_manifest,
     decode_offer,
@@ -180,8 +181,10 @@ class Line:
     def __init__(self, members: Members, j: int) -> None:
         self.members, self.j = members, j
 
-    def ask(self, peer: int, request: bytes, timeout: float):
-        return iter([self.members.answer(peer, request)])
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
+        question = Question()
+        question.put(self.members.answer(peer, request))
+        return question
 
 
 def test_honest_members_are_never_accused_of_equivocation(members):

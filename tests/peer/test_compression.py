@@ -103,7 +103,7 @@ def test_a_buffer_has_the_requested_size_and_fits_the_row():
 
 @pytest.mark.parametrize("size", [0, 4 * DIM - 1, 4 * DIM + 1, 8 * DIM])
 def test_raw_bytes_of_wrong_length_are_refused(size):
-    assert refusal_reason(RawCodec(DIM), bytes(size)) == f"it has {size} bytes, expected {4 * DIM}"
+    assert refusal_reason(RawCodec(DIM), bytes(size)) == "size"
 
 
 # Int8 by hand
@@ -256,17 +256,17 @@ def test_a_valid_frame_of_another_encoder_is_accepted():
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (b"", "decompressed"),
-        (b"\x28\xb5\x2f\xfd", "decompressed"),
-        (bytes(1000), "decompressed"),
-        (frame(GOOD)[:-1], "decompressed"),
-        (frame(GOOD) + b"x", "decompressed"),
-        (frame(GOOD) + frame(GOOD), "decompressed"),
-        (frame(GOOD, write_content_size=False), "its frame has"),
-        (frame(GOOD[:-1]), f"its frame has {len(GOOD) - 1} bytes"),
-        (frame(GOOD + b"x"), f"its frame has {len(GOOD) + 1} bytes"),
-        (frame(b""), "its frame has 0 bytes"),
-        (bytes(2 * len(GOOD)), f"it has {2 * len(GOOD)} bytes"),
+        (b"", "compression"),
+        (b"\x28\xb5\x2f\xfd", "compression"),
+        (bytes(1000), "compression"),
+        (frame(GOOD)[:-1], "compression"),
+        (frame(GOOD) + b"x", "compression"),
+        (frame(GOOD) + frame(GOOD), "compression"),
+        (frame(GOOD, write_content_size=False), "frame"),
+        (frame(GOOD[:-1]), "frame"),
+        (frame(GOOD + b"x"), "frame"),
+        (frame(b""), "frame"),
+        (bytes(2 * len(GOOD)), "size"),
         (frame(plain_content([1.0, torch.nan, 1.0, 1.0], bytes(DIM))), "scales"),
         (frame(plain_content([1.0, 1.0, 1.0, torch.inf], bytes(DIM))), "scales"),
         (frame(plain_content([1.0, 1.0, 3e38, 1.0], bytes(DIM))), "scales"),
@@ -275,7 +275,7 @@ def test_a_valid_frame_of_another_encoder_is_accepted():
     ],
 )
 def test_invalid_content_is_refused_with_a_reason(content, reason):
-    assert reason in refusal_reason(Int8Codec(random_model(0)), content)
+    assert reason == refusal_reason(Int8Codec(random_model(0)), content)
 
 
 def test_skippable_frames_and_frames_with_a_dictionary_are_refused():
@@ -288,7 +288,7 @@ def test_skippable_frames_and_frames_with_a_dictionary_are_refused():
     )  # this frame names no dictionary
     content = bytearray(frame(GOOD))
     content[4] |= 1  # this header claims a dictionary
-    assert "dictionary" in refusal_reason(
+    assert "frame" in refusal_reason(
         Int8Codec(random_model(0)), bytes(content[:5] + b"\x07" + content[5:])
     )
 
@@ -375,7 +375,7 @@ def test_a_window_above_the_limit_is_refused():
     content = zstandard.ZstdCompressor(level=19).compress(
         plain_content([1.0] * (dim // BLOCK_SIZE), bytes(dim))
     )
-    assert "window" in refusal_reason(Int8Codec(torch.zeros(dim)), content, dim)
+    assert "frame" in refusal_reason(Int8Codec(torch.zeros(dim)), content, dim)
 
 
 ENCODED = {

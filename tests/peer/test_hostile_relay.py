@@ -197,7 +197,8 @@ def test_a_single_failure_of_the_relay_ends_no_request(three, tmp_path, monkeypa
         second.serve(answer)
         wait_for(lambda: 1 in first.connected_peers())
         answers = []
-        thread = threading.Thread(target=lambda: answers.extend(first.ask(1, b"question", 3600.0)))
+        pending = first.ask(1, b"question", 3600.0)
+        thread = threading.Thread(target=lambda: answers.append(pending.answer()))
         thread.start()
         assert asked.wait(120)
         failures = []
@@ -276,22 +277,22 @@ def test_the_folder_is_read_once_between_two_takes(three, relay, monkeypatch):
     second.close()
 
 
-def test_sums_are_right_after_a_restart_a_sweep_and_a_removed_box(tmp_path, monkeypatch):
+def test_sums_are_right_after_a_restart_and_a_take(three, tmp_path, monkeypatch):
     monkeypatch.setattr(relay_module, "_MAX_STORED_BYTES", 2**20)
-    content = memoryview(bytes(2**19))
-    mailbox = FolderMailbox(tmp_path, NAMES)
-    mailbox.take(BOX, 0.0)
-    sums = relay_module._StoredBytes(mailbox)
-    assert [sums.put(BOX, content, "org-1") for _ in range(3)] == [True, True, False]
-    assert sums.put(BOX, content, "org-2")
-    restarted = relay_module._StoredBytes(FolderMailbox(tmp_path, NAMES))
-    assert not restarted.put(BOX, content, "org-1")
-    assert restarted.put(BOX, content, "org-2")
-    for forget in (lambda: sums.forget(BOX), sums.forget):
-        mailbox.remove_box(BOX)
-        mailbox.take(BOX, 0.0)
-        forget()
-        assert [sums.put(BOX, content, "org-1") for _ in range(3)] == [True, True, False]
+    content = bytes(2**19)
+    names = ["org-1", "org-1", "org-1", "org-2"]
+    store = tmp_path / "store"
+    with Relay(three[1], relays.relay_identity(tmp_path / "a"), folder=store) as one:
+        one._take("org-0", BOX, 0.0)
+        one._keep_box("org-0", BOX)
+        assert [one._store(name, BOX, content)[0] for name in names] == [200, 200, 429, 200]
+    with Relay(three[1], relays.relay_identity(tmp_path / "b"), folder=store) as restarted:
+        restarted._keep_box("org-0", BOX)
+        assert [restarted._store(name, BOX, content)[0] for name in names[2:]] == [429, 200]
+        assert len(restarted._take("org-0", BOX, 0.0)) == 4
+        codes = [restarted._store(name, BOX, content)[0] for name in names]
+        assert codes == [200, 200, 429, 200]
+        assert restarted.counts()["full"] == 2
 
 
 def test_a_member_that_asks_the_relay_at_full_speed_waits(three, tmp_path, monkeypatch):

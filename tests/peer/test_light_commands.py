@@ -99,7 +99,7 @@ def test_a_relay_takes_at_most_80_megabytes(federation_file, organisations, rela
         wait_for(lambda: 1 in first.connected_peers(), 60)
         for _ in range(4):
             questions = [first.ask(1, b"question", 60) for _ in range(8)]
-            assert sum(len([*answers]) for answers in questions) == 8
+            assert None not in [one.answer() for one in questions]
             assert resident_bytes(process.pid) < MAX_RELAY_BYTES
     finally:
         first.close()

@@ -224,7 +224,7 @@ def test_ranges_reach_the_handler_as_they_are_signed(organisations, exit_stack):
             status, headers, _ = raw.exchange(link, raw.get("/v1/x", Range=value))
             assert (status, headers["content-type"]) == (403, "application/problem+json")
     expected = [f"GET /v1/x\nRange: {value}".encode() for value in bombs]
-    assert arrived == [one for one in expected if len(one) <= 2**9]
+    assert arrived == expected
 
 
 def test_connections_that_strangers_reset_are_forgotten(organisations, exit_stack, monkeypatch):
@@ -321,13 +321,13 @@ def test_a_node_of_the_former_release_is_named_once(organisations, exit_stack, c
 def test_the_listener_does_not_wait_until_a_refusal_is_read(organisations, exit_stack, monkeypatch):
     """A refusal and a sign of life are sent by the listener's thread, which serves all members."""
     waits = []
-    write = listener.TlsStream.write
+    write = listener._Connection.write
 
-    def note(stream, data, seconds):
+    def note(connection, data, seconds):
         waits.append(seconds)
-        write(stream, data, seconds)
+        write(connection, data, seconds)
 
-    monkeypatch.setattr(listener.TlsStream, "write", note)
+    monkeypatch.setattr(listener._Connection, "write", note)
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
     server.serve(lambda request, reply: None)
@@ -397,7 +397,7 @@ def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
         with pytest.raises(ConnectionResetError):
-            listener.TlsStream(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            listener.start_tls(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     (descriptor,) = set(descriptors)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -534,7 +534,9 @@ def test_an_internal_error_in_downloads_is_logged_once_and_counts_as_failed(
     for _ in range(2):
         broken = Future()
         broken.set_exception(KeyError("ours"))
-        assert _ModelDownload(downloads, 0, 1, torch.empty(0), 0.0).result(broken) == FAILED
+        download = _ModelDownload(downloads, 1, 0.0, 0, torch.empty(0))
+        download.future = broken
+        assert download.result() == FAILED
     (record,) = caplog.records
     assert "KeyError" in record.exc_text
 

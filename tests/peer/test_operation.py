@@ -89,7 +89,7 @@ def test_encrypted_keys_open_links_and_stay_encrypted_after_renewal(secret, tmp_
 def wait_until_linked(client: Https, server: Https) -> None:
 
     wait_for(lambda: client.connected_peers() == {1} and server.connected_peers() == {0})
-    wait_for(lambda: [one.body for one in client.ask(1, b"GET /v1/x", 5.0)] == [b"heard"])
+    wait_for(lambda: client.ask(1, b"GET /v1/x", 5.0).answer() == Answer(AnswerStatus.OK, b"heard"))
 
 
 def test_renew_encrypts_the_keys_of_an_identity(secret, tmp_path):

@@ -83,8 +83,9 @@ def question(text: str) -> bytes:
 
 
 def ask(transport: Transport, peer: int, text: str, seconds: float) -> list[bytes]:
-    """Return the bodies of the answers to a question."""
-    return [bytes(one.body) for one in transport.ask(peer, question(text), seconds)]
+    """Return the body of the answer to a question, in a list that is empty without one."""
+    answer = transport.ask(peer, question(text), seconds).answer()
+    return [] if answer is None else [bytes(answer.body)]
 
 
 def answering(text: bytes = b"heard ") -> RequestHandler:
@@ -111,10 +112,10 @@ def test_each_status_of_an_answer_arrives(transports: list[Transport]) -> None:
         reply(Answer(AnswerStatus(int(request[-3:]))))
 
     transports[1].serve(handle)
-    wait_for(lambda: list(transports[0].ask(1, question("404"), 5.0)))
+    wait_for(lambda: transports[0].ask(1, question("404"), 5.0).answer())
     for status in [one for one in AnswerStatus if one.value >= 400]:
-        answers = transports[0].ask(1, question(str(status.value)), FOREVER)
-        assert [(one.status, one.body) for one in answers] == [(status, b"")]
+        answer = transports[0].ask(1, question(str(status.value)), FOREVER).answer()
+        assert answer == Answer(status)
 
 
 def test_answers_to_concurrent_requests_do_not_mix(
@@ -126,8 +127,8 @@ def test_answers_to_concurrent_requests_do_not_mix(
     answers_by_request = {
         k: transports[k % 2 * 2].ask(1, question(str(k)), 20.0) for k in range(24)
     }  # all are sent before an answer is read
-    assert {k: [one.body for one in answers] for k, answers in answers_by_request.items()} == {
-        k: [question(str(k)) + large] for k in answers_by_request
+    assert {k: one.answer().body for k, one in answers_by_request.items()} == {
+        k: question(str(k)) + large for k in answers_by_request
     }
 
 
@@ -138,15 +139,15 @@ def test_a_wait_ends_by_timeout_or_without_an_answer(transports: list[Transport]
     start = time.monotonic()
     pending = transports[0].ask(1, question("never"), 0.3)
     time.sleep(0.2)
-    assert list(pending) == []  # the timeout starts with the request
+    assert pending.answer() is None  # the timeout starts with the request
     assert time.monotonic() - start > 0.25
     for reply in replies:
         reply(ok(b"too late, and to nobody"))
     replies.clear()
-    answers = transports[0].ask(1, question("empty"), FOREVER)
+    pending = transports[0].ask(1, question("empty"), FOREVER)
     wait_for(lambda: replies).pop()(None)
     replies.clear()  # with it goes the end of the request
-    assert list(answers) == []
+    assert pending.answer() is None
 
 
 def test_a_closed_transport_is_not_connected(transports: list[Transport]) -> None:
@@ -249,16 +250,16 @@ def test_unreadable_answers_are_malformed_or_missing(
     fine = Answer(AnswerStatus.OK, b"fine")
     malformed = Answer(AnswerStatus.MALFORMED)
     expected = {
-        "fine": [fine],
-        "largest": [Answer(AnswerStatus.OK, largest)],
-        "refused": [],
-        "negative": [],
-        "two": [Answer(AnswerStatus.OK, b"first")],
+        "fine": fine,
+        "largest": Answer(AnswerStatus.OK, largest),
+        "refused": None,
+        "negative": None,
+        "two": Answer(AnswerStatus.OK, b"first"),
     }
     for name in answers:
-        wait_for(lambda: list(client.ask(1, question("fine"), 5.0)) == [fine])
-        result = list(client.ask(1, question(name), 5.0 if name != "negative" else 0.3))
-        assert result == expected.get(name, [malformed]), name
+        wait_for(lambda: client.ask(1, question("fine"), 5.0).answer() == fine)
+        result = client.ask(1, question(name), 5.0 if name != "negative" else 0.3).answer()
+        assert result == expected.get(name, malformed), name
 
 
 def test_an_exception_in_the_request_handler_is_logged(
@@ -274,7 +275,7 @@ def test_an_exception_in_the_request_handler_is_logged(
 
     server.serve(handle)
     assert wait_for(lambda: ask(client, 1, "12", 5.0)) == [b"1"]
-    assert list(client.ask(1, question("1"), FOREVER)) == [Answer(AnswerStatus.MALFORMED)]
+    assert client.ask(1, question("1"), FOREVER).answer() == Answer(AnswerStatus.MALFORMED)
     assert ask(client, 1, "123", FOREVER) == [b"0"]
     assert "a request could not be handled" in caplog.text
 
@@ -308,9 +309,7 @@ def test_agents_recover_from_a_slow_or_interrupted_connection(
     )
     start = time.monotonic()
     pending = [client.ask(1, question(str(k)), 30.0) for k in range(4)]
-    assert [[one.body for one in answers] for answers in pending] == [
-        [question(str(k)) + chunk] for k in range(4)
-    ]
+    assert [one.answer().body for one in pending] == [question(str(k)) + chunk for k in range(4)]
     assert time.monotonic() - start > 0.7  # 1 MiB at 1 MB a second on each connection
     proxy.rate = None
 
@@ -414,7 +413,7 @@ def test_closing_waits_for_all_callbacks(
     server.close()
     replies.clear()  # each holds a connection
     wait_for(lambda: not {"fedcb2o-listen", "fedcb2o-dial", "fedcb2o-ask"} & thread_names())
-    assert [list(answers) for answers in pending] == [[]] * 20
+    assert [one.answer() for one in pending] == [None] * 20
 
 
 def thread_names() -> set[str]:

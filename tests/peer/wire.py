@@ -3,11 +3,8 @@
 import random
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import suppress
-from queue import Empty, Queue
 
-from fedcb2o.peer.wire.protocol import Answer
+from fedcb2o.peer.wire.protocol import Answer, Question
 from fedcb2o.peer.wire.transport import RequestHandler
 
 
@@ -39,16 +36,13 @@ class Wired:
         self.wire, self.id, self.handler, self.closed = wire, id, None, False
         self.handler: RequestHandler | None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[Answer]:
-        answers: Queue[Answer | None] = Queue()
-        end = time.monotonic() + timeout
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
+        question = Question(time.monotonic() + timeout)
         if self.closed or peer == self.id or peer not in self.connected_peers():
-            answers.put(None)
-        else:
-            threading.Thread(
-                target=self._send, args=(self.wire.agents[peer], request, answers), daemon=True
-            ).start()
-        return self._answers(answers, end)
+            return Question()
+        work = (self.wire.agents[peer], request, question)
+        threading.Thread(target=self._send, args=work, daemon=True).start()
+        return question
 
     def serve(self, handler: RequestHandler) -> None:
         self.handler = handler
@@ -62,18 +56,12 @@ class Wired:
     def close(self) -> None:
         self.closed = True
 
-    def _send(self, peer: "Wired", request: bytes, answers: "Queue[Answer | None]") -> None:
+    def _send(self, peer: "Wired", request: bytes, question: Question) -> None:
         if peer.handler is None:
-            answers.put(None)
+            question.put(None)
         elif self.wire.passes():
-            peer.handler(bytes(request), lambda answer: self._reply(peer, answer, answers))
+            peer.handler(bytes(request), lambda answer: self._reply(peer, answer, question))
 
-    def _reply(self, peer: "Wired", answer: Answer | None, answers: "Queue[Answer | None]") -> None:
+    def _reply(self, peer: "Wired", answer: Answer | None, question: Question) -> None:
         if self.wire.passes() and not peer.closed:
-            answers.put(answer)
-
-    def _answers(self, answers: "Queue[Answer | None]", end: float) -> Iterator[Answer]:
-        with suppress(Empty):
-            answer = answers.get(timeout=max(0.0, end - time.monotonic()))
-            if answer is not None:
-                yield answer
+            question.put(answer)

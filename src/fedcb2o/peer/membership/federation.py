@@ -226,14 +226,15 @@ class Federation(Section):
         return chain.describe_changes(previous, self.members)
 
     def former_members(self) -> list[tuple[int, Member]]:
-        """Return members of earlier versions that this version removed or changed.
+        """Return members of earlier versions whose keys this version removed or replaced.
 
         Each has its id and its former entry, the oldest first.
         """
         former = dict.fromkeys(
             (id, member) for members in self._members[:-1] for id, member in members.items()
         )
-        return [(id, member) for id, member in former if self.members.get(id) != member]
+        keys = {member.key for member in self.members.values()}
+        return [(id, member) for id, member in former if member.key not in keys]
 
     def is_successor_of(self, earlier: "Federation") -> bool:
         """Check that this version is, or follows, another one, by the hashes in this file."""

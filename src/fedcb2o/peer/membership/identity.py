@@ -60,6 +60,15 @@ _SMALL_ORDER_Y = frozenset({0, 1, _P - 1, _P, _P + 1, _Y8, _P - _Y8})
 """y coordinates of Ed25519 points of small order: anybody can forge signatures under such a key."""
 
 
+def is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
+    """Check an Ed25519 signature by a public key of 32 bytes."""
+    try:
+        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
+    except (InvalidSignature, ValueError, TypeError):
+        return False
+    return True
+
+
 def read_bounded_toml(path: Path, max_bytes: int) -> dict[str, Any]:
     """Read a TOML file that another organisation sent.
 
@@ -189,11 +198,7 @@ class Member:
         Returns:
             True if this member signed the message.
         """
-        try:
-            Ed25519PublicKey.from_public_bytes(self.key).verify(signature, message)
-        except (InvalidSignature, ValueError, TypeError):
-            return False
-        return True
+        return is_signed(self.key, message, signature)
 
     @classmethod
     def read(cls, path: Path, *, allow_expired: bool = False) -> "Member":

@@ -7,13 +7,14 @@ from datetime import datetime
 from typing import Any
 
 from fedcb2o.federated.evaluation.gain import is_comparable
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer._metrics_server import MetricsServer
 from fedcb2o.peer.node.observer import NodeObserver
 
 _MIN_STALE_SECONDS = 600.0
 
 
-class NodeMetrics:
+class NodeMetrics(Closeable):
     """Observer that passes a node's progress on and serves it at /metrics and /health.
 
     /health answers 503 if the node began no phase of a round for a long time. The port is that of
@@ -124,12 +125,6 @@ class NodeMetrics:
     def close(self) -> None:
         """Stop serving."""
         self._server.close()
-
-    def __enter__(self) -> "NodeMetrics":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def health(self) -> dict[str, Any]:
         """Return the state of the node."""

@@ -4,7 +4,6 @@ Descriptions of other members are untrusted text: they are cut short, and only t
 characters reach a terminal.
 """
 
-import os
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -271,22 +270,21 @@ def _ask_all(
     while missing and time.monotonic() < end:
         pending = {}
         for id in missing & transport.connected_peers():
-            nonce = os.urandom(16)
             request = Request(
                 kind=RequestKind.HELLO,
                 run=federation.run,
                 sender=agent_id,
                 receiver=id,
-                nonce=nonce,
                 digest=identity.member.key,
             )
             sent = time.time()
             timeout = min(2.0, end - time.monotonic())
             way = _describe_way(transport, id)
-            answers = transport.ask(id, request.encode(identity.sign), timeout)
-            pending[id] = nonce, sent, answers, way
-        for id, (nonce, sent, answers, way) in pending.items():
-            for answer in answers:
+            question = transport.ask(id, request.encode(identity.sign), timeout)
+            pending[id] = request.nonce, sent, question, way
+        for id, (nonce, sent, question, way) in pending.items():
+            answer = question.answer()
+            if answer is not None:
                 reply = _decode_reply(answer, nonce, federation.members[id], sent)
                 replies[id] = replace(reply, way=way)
                 if reply.content is not None:

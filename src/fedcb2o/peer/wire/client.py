@@ -8,7 +8,6 @@ In each round an agent also asks the members whose models it does not download f
 It compares the digests in these answers with its own (`equivocation`), and learns their rounds.
 """
 
-import contextlib
 import functools
 import hashlib
 import logging
@@ -17,7 +16,7 @@ import secrets
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -35,7 +34,14 @@ from fedcb2o.peer.wire import protocol
 from fedcb2o.peer.wire.compression import Codec
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.patience import Backoff, Patience, Wait
-from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, Manifest, Request, RequestKind
+from fedcb2o.peer.wire.protocol import (
+    Answer,
+    AnswerStatus,
+    Manifest,
+    Question,
+    Request,
+    RequestKind,
+)
 from fedcb2o.peer.wire.transport import Transport
 
 _CHUNKS_IN_FLIGHT = 4  # of one model
@@ -54,8 +60,7 @@ FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
 """Reasons of a missing model that may soon be gone."""
-SILENT_REASONS = (_LATE, _NO_ANSWER)
-"""Reasons of a missing model of a peer that did not answer."""
+SILENT_REASONS = (_LATE, _NO_ANSWER)  # reasons of a missing model of a peer that did not answer
 BLAMELESS_REASONS = (_LATE, *_RETRIABLE_REASONS, _MOVED_ON)
 """Reasons of a missing model that do not indicate a fault of the peer."""
 
@@ -196,20 +201,11 @@ class PeerClient:
         """Note the round of a manifest that a peer signed."""
         with self.lock:
             self.last_rounds[peer] = max(round, self.last_rounds.get(peer, 0))
-            self._note_round(peer, round)
+        self._note_round(peer, round)
 
     def _note_round(self, peer: int, round: int) -> None:
-        """Note the round that a peer announces; the caller holds the lock."""
         self.announced_rounds[peer] = round
         self.announcement_times[peer] = time.monotonic()
-
-    def _note_hello(self, peer: int, content: Mapping[str, Any]) -> None:
-        """Note the round in a hello, if it is one of this run."""
-        round = content.get("round")
-        # JSON's true is an int in Python, but no round.
-        if type(round) is int and 0 <= round <= self.federation.rounds:
-            with self.lock:
-                self._note_round(peer, round)
 
     def _note_file(self, peer: int, file: object) -> None:
         """Read the versions of the federation that a member sends to a former member."""
@@ -243,38 +239,40 @@ class PeerClient:
         member = self.federation.members[peer]
         session = _PeerSession(self, peer, time.monotonic() + seconds)
         nonce = secrets.token_bytes(16)
-        for answer in session.ask(RequestKind.HELLO, digest=self.identity.member.key, nonce=nonce):
-            with contextlib.suppress(protocol.MalformedError):
-                content = protocol.decode_hello(answer.body, nonce, member)
-                self._note_hello(peer, content)
-                self._note_file(peer, content.get("file"))
-                return content
-        return None
+        key = self.identity.member.key
+        answer = session.answer(session.ask(RequestKind.HELLO, digest=key, nonce=nonce))
+        try:
+            content = protocol.decode_hello(answer.body if answer else b"", nonce, member)
+        except protocol.MalformedError:
+            return None
+        round = content.get("round")
+        # JSON's true is an int in Python, but no round.
+        if type(round) is int and 0 <= round <= self.federation.rounds:
+            self._note_round(peer, round)
+        self._note_file(peer, content.get("file"))
+        return content
 
     def newest_own_manifest(
         self, peers: Iterable[int], seconds: float
     ) -> tuple[set[int], Manifest | None]:
-        """Ask peers for the newest manifest that this agent signed.
-
-        The peers that answered are returned, with the newest manifest that any of them holds.
-        """
+        """Return the peers that answer, and the newest manifest of this agent that they hold."""
         end = time.monotonic() + seconds
         silent = set(peers)
         answered = set[int]()
         manifests = list[Manifest]()
         while silent and time.monotonic() < end and not self.stop.is_set():
-            answers_by_peer = {
-                peer: _PeerSession(self, peer, end).ask(RequestKind.WITNESS, index=self.agent_id)
-                for peer in silent
+            sessions = {peer: _PeerSession(self, peer, end) for peer in silent}
+            questions = {
+                peer: session.ask(RequestKind.WITNESS, index=self.agent_id)
+                for peer, session in sessions.items()
             }
-            for peer, answers in answers_by_peer.items():
-                for answer in answers:
-                    if answer.status is AnswerStatus.NOT_HERE:
-                        answered.add(peer)
-                    _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
-                    if manifest is not None and self._is_own(manifest):
-                        answered.add(peer)
-                        manifests.append(manifest)
+            for peer, question in questions.items():
+                answer = sessions[peer].answer(question) or Answer(AnswerStatus.MALFORMED)
+                _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
+                own = [one for one in (manifest,) if one is not None and self._is_own(one)]
+                manifests += own
+                if own or answer.status is AnswerStatus.NOT_HERE:
+                    answered.add(peer)
             silent -= answered
             # A new link may not lead to the other agent yet.
             if silent:
@@ -291,65 +289,44 @@ class PeerClient:
         return {i: rows[i] for i in arrivals}
 
 
-@dataclass
+@dataclass(eq=False)
 class _PeerSession:
-    """Requests to one peer until a time; counts the received bytes."""
+    """Requests to one peer until a monotonic time; counts the received bytes."""
 
     client: PeerClient
     peer: int
     end: float
-    received_bytes: int = 0
 
-    def ask(
-        self,
-        kind: RequestKind,
-        *,
-        round: int = 0,
-        index: int = 0,
-        digest: bytes = protocol.ZERO_DIGEST,
-        first: int = 0,
-        last: int | None = None,
-        nonce: bytes = b"",
-    ) -> "Iterator[Answer]":
-        """Send a request now, and return its answers as they arrive."""
+    def __post_init__(self) -> None:
+        self.received_bytes = 0
+
+    def ask(self, kind: RequestKind, **fields: Any) -> Question:
+        """Send a request now."""
         client = self.client
-        request = Request(
-            kind=kind,
-            run=client.federation.run,
-            sender=client.agent_id,
-            receiver=self.peer,
-            nonce=nonce or secrets.token_bytes(16),
-            round=round,
-            index=index,
-            digest=digest,
-            first=first,
-            last=last,
-        )
+        run, sender = client.federation.run, client.agent_id
+        request = Request(kind=kind, run=run, sender=sender, receiver=self.peer, **fields)
         left = max(0.0, self.end - time.monotonic())
-        answers = client.transport.ask(self.peer, request.encode(client.identity.sign), left)
-        return self._count(answers)
+        return client.transport.ask(self.peer, request.encode(client.identity.sign), left)
 
-    def _count(self, answers: Iterable[Answer]) -> "Iterator[Answer]":
-        for answer in answers:
+    def answer(self, question: Question) -> Answer | None:
+        """Wait for the answer to a request, and count its bytes."""
+        answer = question.answer()
+        if answer is not None:
             self.received_bytes += len(answer.body)
             with self.client.lock:
                 self.client.received_bytes += len(answer.body)
-            yield answer
+        return answer
 
-    def fetch_manifest(self, n: int) -> "Manifest | str":
-        """Return the first valid manifest, or the reason why there is none."""
-        reason = _NO_ANSWER
-        for answer in self.ask(RequestKind.MANIFEST, round=n):
-            if answer.status is not AnswerStatus.OK:
-                reason = answer.status.label
-                continue
-            result = self._validate_offer(n, answer.body)
-            if isinstance(result, Manifest):
-                return result
-            reason = result
-        return reason
+    def fetch_manifest(self, n: int) -> Manifest | str:
+        """Return a valid manifest, or the reason why there is none."""
+        answer = self.answer(self.ask(RequestKind.MANIFEST, round=n))
+        if answer is None:
+            return _NO_ANSWER
+        if answer.status is not AnswerStatus.OK:
+            return answer.status.label
+        return self._validate_offer(n, answer.body)
 
-    def _validate_offer(self, n: int, body: protocol.BytesLike) -> "Manifest | str":
+    def _validate_offer(self, n: int, body: protocol.BytesLike) -> Manifest | str:
         """Return an offer's valid manifest or a reason; fetch conflicting manifests."""
         client = self.client
         codec = client.codec
@@ -382,22 +359,22 @@ class _PeerSession:
             return _INCOMPATIBLE
         return manifest
 
-    def _fetch_witnesses(self, conflicts: Iterable[protocol.ManifestDigest]) -> None:
+    def _fetch_witnesses(self, conflicts: Collection[protocol.ManifestDigest]) -> None:
         """Ask for the manifests of conflicting digests; the ledger keeps proofs only."""
         client = self.client
         # No peer accepts a longer manifest.
         longest = protocol.manifest_bytes(client.codec.max_bytes)
         end = min(self.end, time.monotonic() + _WITNESS_SECONDS)
         session = _PeerSession(client, self.peer, end)
-        pending = [
-            (digest, session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest))
+        questions = [
+            session.ask(RequestKind.WITNESS, round=n, index=agent, digest=digest)
             for agent, n, digest in conflicts
         ]
         witnesses: dict[tuple[int, int], dict[bytes, bytes]] = {}
-        for (agent, n, digest), (_, answers) in zip(conflicts, pending, strict=True):
-            for answer in answers:
-                if answer.status is AnswerStatus.OK and len(answer.body) <= longest:
-                    witnesses.setdefault((agent, n), {})[digest] = bytes(answer.body)
+        for (agent, n, digest), question in zip(conflicts, questions, strict=True):
+            answer = session.answer(question)
+            if answer and answer.status is AnswerStatus.OK and len(answer.body) <= longest:
+                witnesses.setdefault((agent, n), {})[digest] = bytes(answer.body)
         for (agent, n), signed in witnesses.items():
             client.ledger.prove(agent, n, signed)
 
@@ -427,16 +404,14 @@ class _Exchange:
         self.rules = Wait(client.patience, start, start + seconds, free_until)
         num_threads = len(rows) + min(len(rows), len(self.spares))
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="download")
-        self.tasks: dict[int, _ModelDownload] = {}
-        self.futures: dict[int, Future[Arrival | str]] = {}
-        self.ended: dict[int, float] = {}  # times at which downloads ended
+        self.downloads = dict[int, _ModelDownload]()
         for peer, row in rows.items():
             self._submit(peer, row)
 
     def _submit(self, peer: int, row: Float[Tensor, " d"]) -> None:
-        task = _ModelDownload(self.client, self.n, peer, row, self.rules.deadline)
-        self.tasks[peer] = task
-        self.futures[peer] = self.pool.submit(task.run)
+        download = _ModelDownload(self.client, peer, self.rules.deadline, self.n, row)
+        self.downloads[peer] = download
+        download.future = self.pool.submit(download.run)
 
     def wait(self) -> None:
         """Wait until all models arrived, or the round goes on without the missing ones."""
@@ -447,7 +422,7 @@ class _Exchange:
         asked = sum(not stalls.get(peer) for peer in self.rows)
         while pending := self._update():
             now = time.monotonic()
-            end = rules.end(asked, pending)
+            end = rules.end(asked, [one.peer for one in pending])
             if self.is_synchronous or end == rules.deadline:
                 end = rules.deadline + _GRACE_SECONDS
             if now >= end:
@@ -455,30 +430,30 @@ class _Exchange:
             if rules.has_enough(asked) and math.isinf(charged_from):
                 charged_from = max(now, rules.uncharged_end(asked))
             if now >= rules.spares_start and self.spares:
-                self._ask_spares(pending)
+                self._ask_spares(len(pending))
                 continue
             pause = min(end - now, _RETRY_SECONDS[1])
             if self.spares:
                 pause = min(pause, rules.spares_start - now)
-            wait(pending.values(), pause, FIRST_COMPLETED)
+            wait([one.future for one in pending], pause, FIRST_COMPLETED)
             if self.client.stop.is_set():
                 raise StoppedError
         self.client.patience.spend(max(0.0, time.monotonic() - charged_from))
 
-    def _update(self) -> "dict[int, Future[Arrival | str]]":
+    def _update(self) -> "list[_ModelDownload]":
         """Note downloads that ended, and return the others."""
-        for peer, future in self.futures.items():
-            if future.done() and peer not in self.ended:
-                self.ended[peer] = time.monotonic()
-                if future.exception() is None and isinstance(future.result(), Arrival):
-                    self.rules.record_arrival(self.ended[peer])
+        for one in self.downloads.values():
+            if one.future.done() and math.isinf(one.ended):
+                one.ended = time.monotonic()
+                if one.future.exception() is None and isinstance(one.future.result(), Arrival):
+                    self.rules.record_arrival(one.ended)
                 else:
                     self.rules.record_failure()
-        return {peer: future for peer, future in self.futures.items() if peer not in self.ended}
+        return [one for one in self.downloads.values() if math.isinf(one.ended)]
 
-    def _ask_spares(self, pending: Collection[int]) -> None:
+    def _ask_spares(self, count: int) -> None:
         """Ask as many other peers as models are missing."""
-        chosen = self.spares[: len(pending)]
+        chosen = self.spares[:count]
         self.spares = []
         # A spare's model has memory of its own until it is known which row stays free.
         row = next(iter(self.rows.values()))
@@ -486,29 +461,26 @@ class _Exchange:
             self._submit(peer, torch.empty_like(row))
 
     def results(self) -> tuple[dict[int, Arrival], dict[int, str]]:
-        """End all downloads.
-
-        The arrivals, and the reasons of the missing models, are by ascending id.
-        """
+        """End all downloads; return arrivals and the reasons of missing models, by id."""
         self._update()
         client = self.client
         late_after = self.rules.late_after()
         now = time.monotonic()
         arrivals = dict[int, Arrival]()
         failures = dict[int, str]()
-        for peer, task in self.tasks.items():
-            result = task.result(self.futures[peer])
-            is_late = self.ended.get(peer, now) > late_after
+        for peer, download in self.downloads.items():
+            result = download.result()
+            is_missing = math.isinf(download.ended)
             if isinstance(result, Arrival):
                 arrivals[peer] = result
                 client.patience.record_arrival(peer, result.seconds)
             else:
                 failures[peer] = result
-            if peer not in self.ended:
+            if is_missing:
                 client.patience.record_missing(peer, now - self.rules.start)
-            if is_late:
+            if min(download.ended, now) > late_after:
                 client.backoff.record_stall(peer, self.n)
-            elif peer not in self.ended:
+            elif is_missing:
                 client.backoff.record_miss(peer, self.n)
             elif isinstance(result, Arrival):
                 client.backoff.record_arrival(peer)
@@ -527,41 +499,40 @@ class _Exchange:
                 placed[peer] = arrival
             elif free:
                 slot = free.pop(0)
-                self.rows[slot].copy_(self.tasks[peer].row)
+                self.rows[slot].copy_(self.downloads[peer].row)
                 placed[peer] = replace(arrival, row_owner=slot)
         return placed
 
     def close(self) -> None:
         """Write nothing from now on."""
-        for task in self.tasks.values():
-            task.cancel()
+        for download in self.downloads.values():
+            download.cancel()
         # The threads end at their deadline, for which no round should wait.
         self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(eq=False)
-class _ModelDownload:
+class _ModelDownload(_PeerSession):
     """Download of one peer's model into a row: manifest, then chunks."""
 
-    client: PeerClient
     n: int
-    peer: int
     row: Float[Tensor, " d"]
-    deadline: float
+    future: "Future[Arrival | str]" = field(init=False)
+    ended: float = math.inf  # monotonic time
 
     def __post_init__(self) -> None:
-        self.session = _PeerSession(self.client, self.peer, self.deadline)
+        super().__post_init__()
         self.is_open = True
         self.lock = threading.Lock()
 
-    def result(self, future: "Future[Arrival | str]") -> "Arrival | str":
+    def result(self) -> Arrival | str:
         """End the download, and return the arrival or a reason."""
         self.cancel()
-        if not future.done():
+        if not self.future.done():
             return _LATE
-        error = future.exception()
+        error = self.future.exception()
         if error is None:
-            return future.result()
+            return self.future.result()
         self.client.log_error(error)
         return FAILED
 
@@ -570,7 +541,7 @@ class _ModelDownload:
         with self.lock:
             self.is_open = False
 
-    def run(self) -> "Arrival | str":
+    def run(self) -> Arrival | str:
         """Download the model, with retries.
 
         In a synchronous federation a peer without a model is asked again until the deadline.
@@ -580,22 +551,21 @@ class _ModelDownload:
         start = time.monotonic()
         pause = _RETRY_SECONDS[0]
         tries = 0
-        while self.is_open and (left := self.deadline - time.monotonic()) > 0:
+        while self.is_open and (left := self.end - time.monotonic()) > 0:
             result = self._attempt(start)
             tries += 1
-            if isinstance(result, Arrival) or not self._may_retry(result, tries):
+            if self.client.federation.synchronous:
+                may_retry = result in _RETRIABLE_REASONS
+            else:
+                may_retry = tries < _MAX_TRIES and result in (_NO_ANSWER, _MOVED_ON)
+            if not may_retry:
                 return result
             time.sleep(min(pause, left))
             pause = min(2 * pause, _RETRY_SECONDS[1])
         return _LATE
 
-    def _may_retry(self, reason: str, tries: int) -> bool:
-        if self.client.federation.synchronous:
-            return reason in _RETRIABLE_REASONS
-        return tries < _MAX_TRIES and reason in (_NO_ANSWER, _MOVED_ON)
-
-    def _attempt(self, start: float) -> "Arrival | str":
-        manifest = self.session.fetch_manifest(self.n)
+    def _attempt(self, start: float) -> Arrival | str:
+        manifest = self.fetch_manifest(self.n)
         if isinstance(manifest, str):
             return manifest
         buffer = self.client.codec.buffer(manifest.size, self.row)
@@ -611,7 +581,7 @@ class _ModelDownload:
             # Denormal numbers would make every computation with the model slow.
             flush_(self.row)
         seconds = time.monotonic() - start
-        size = self.session.received_bytes
+        size = self.received_bytes
         return Arrival(manifest.round, manifest.num_samples, size, seconds, row_owner=self.peer)
 
     def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
@@ -626,14 +596,13 @@ class _ModelDownload:
             start = k * protocol.CHUNK_BYTES
             size = min(protocol.CHUNK_BYTES, manifest.size - start)
 
-            chunk, reason = self._first_valid_chunk(pending.popleft(), size, expected)
+            chunk, reason = self._valid_chunk(pending.popleft(), size, expected)
             # Once more, because a message may be lost.
-            if chunk is None and time.monotonic() < self.deadline:
-                answers = self._request_chunk(manifest, k)
-                chunk, reason = self._first_valid_chunk(answers, size, expected)
-            if chunk is None:
+            if reason and time.monotonic() < self.end:
+                chunk, reason = self._valid_chunk(self._request_chunk(manifest, k), size, expected)
+            if reason:
                 # After the deadline a missing answer is no fault of the peer.
-                return _LATE if time.monotonic() > self.deadline else reason
+                return _LATE if time.monotonic() > self.end else reason
 
             if k + _CHUNKS_IN_FLIGHT < count:
                 pending.append(self._request_chunk(manifest, k + _CHUNKS_IN_FLIGHT))
@@ -644,25 +613,23 @@ class _ModelDownload:
                 buffer[start : start + size] = chunk
         return "" if whole.digest() == manifest.sha256 else "hash"
 
-    def _first_valid_chunk(
-        self, answers: "Iterator[Answer]", size: int, expected: bytes
-    ) -> "tuple[protocol.BytesLike | None, str]":
-        """Return the first chunk with the expected hash, or a reason."""
-        reason = _NO_ANSWER
-        for answer in answers:
-            # The peer may have replaced the snapshot.
-            if answer.status is not AnswerStatus.OK:
-                reason = answer.status.label
-            elif len(answer.body) == size and _sha256(answer.body) == expected:
-                return answer.body, ""
-            else:
-                reason = "hash"
-        return None, reason
+    def _valid_chunk(
+        self, question: Question, size: int, expected: bytes
+    ) -> tuple[protocol.BytesLike, str]:
+        """Return a chunk with the expected hash and an empty text, or a reason."""
+        answer = self.answer(question)
+        if answer is None:
+            return b"", _NO_ANSWER
+        # The peer may have replaced the snapshot.
+        if answer.status is not AnswerStatus.OK:
+            return b"", answer.status.label
+        is_valid = len(answer.body) == size and _sha256(answer.body) == expected
+        return answer.body, "" if is_valid else "hash"
 
-    def _request_chunk(self, manifest: Manifest, k: int) -> "Iterator[Answer]":
+    def _request_chunk(self, manifest: Manifest, k: int) -> Question:
         first = k * protocol.CHUNK_BYTES
         last = min(first + protocol.CHUNK_BYTES, manifest.size) - 1
-        return self.session.ask(RequestKind.MODEL, digest=manifest.digest, first=first, last=last)
+        return self.ask(RequestKind.MODEL, digest=manifest.digest, first=first, last=last)
 
 
 def number_fault(theta: Float[Tensor, " d"]) -> str:

@@ -40,11 +40,32 @@ MAX_WINDOW_BYTES = 2**19  # of zstandard; a decompressor needs this much memory
 _SLICE_SIZE = 64 * BLOCK_SIZE  # numbers per step, so that they stay in the cache
 
 
-class RawCodec:
+class _Codec:
+    """Codec whose `state` is what the next `encode` depends on, for a checkpoint."""
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        formats = [
+            {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+            for tensors in (state, self.state())
+        ]
+        if formats[0] != formats[1]:
+            raise RunError(
+                f"the checkpoint is of another encoding or model: it holds {sorted(state)} of it, "
+                f"expected {sorted(self.state())}; go on with the federation file that it was "
+                "begun with"
+            )
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+
+class RawCodec(_Codec):
     """Little-endian float32 numbers.
 
     `base` is the digest in the manifest of the model that an encoding refers to. The sizes are
-    those of an encoded model. `state` is what the next `encode` depends on, for a checkpoint.
+    those of an encoded model.
     """
 
     encoding = 0
@@ -66,7 +87,7 @@ class RawCodec:
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
         """Decode a hostile model in place; return why its bytes are none, or an empty text."""
         if len(content) != self.max_bytes:
-            return f"it has {len(content)} bytes, expected {self.max_bytes}"
+            return "size"
         numbers = np.frombuffer(content, "<f4")
         if numbers.ctypes.data == into.data_ptr() and sys.byteorder == "little":
             return ""  # received into the tensor's own memory
@@ -74,14 +95,8 @@ class RawCodec:
             into[k : k + _SLICE_SIZE] = _to_tensor(numbers[k : k + _SLICE_SIZE])
         return ""
 
-    def state(self) -> dict[str, Tensor]:
-        return {}
 
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        _check_state(state, self.state())
-
-
-class Int8Codec:
+class Int8Codec(_Codec):
     """Differences from theta_0 in 8 bits, with error feedback.
 
     A message is one zstandard frame: the scales of all blocks as little-endian float32, then one
@@ -137,29 +152,25 @@ class Int8Codec:
 
     def decode_(self, content: BytesLike, into: Float[Tensor, " d"]) -> str:
         if len(content) > self.max_bytes:
-            return f"it has {len(content)} bytes, expected at most {self.max_bytes}"
+            return "size"
         try:
             # The decompressor allocates the size that a frame claims, whatever its limit.
             frame = zstandard.get_frame_parameters(content)
             is_expected = frame.content_size == self._size and not frame.dict_id
             if not is_expected or frame.window_size > MAX_WINDOW_BYTES:
-                return (
-                    f"its frame has {frame.content_size} bytes, a window of {frame.window_size} "
-                    f"and the dictionary {frame.dict_id}, expected {self._size}, at most "
-                    f"{MAX_WINDOW_BYTES}, and 0"
-                )
+                return "frame"
             decompressor = zstandard.ZstdDecompressor(max_window_size=MAX_WINDOW_BYTES)
             plain = decompressor.decompress(content, allow_extra_data=False)
-        except zstandard.ZstdError as error:
-            return f"it cannot be decompressed: {error}"
+        except zstandard.ZstdError:
+            return "compression"
         # A skippable frame is empty, whatever size it claims.
         if len(plain) != self._size:
-            return f"it holds {len(plain)} bytes, expected {self._size}"
+            return "frame"
 
         scales = _to_tensor(np.frombuffer(plain, "<f4", self._num_blocks))
         # NaN fails both comparisons.
         if not ((scales >= 0) & (scales <= MAX_SCALE)).all():
-            return f"it has scales that are not finite, negative, or above {MAX_SCALE:g}"
+            return "scales"
 
         numbers = np.frombuffer(plain, np.int8, offset=4 * self._num_blocks)
         for k in range(0, len(into), _SLICE_SIZE):
@@ -171,10 +182,6 @@ class Int8Codec:
 
     def state(self) -> dict[str, Tensor]:
         return {"owed": self._residual}
-
-    def load_state(self, state: Mapping[str, Tensor]) -> None:
-        _check_state(state, self.state())
-        self._residual.copy_(state["owed"])
 
 
 Codec: TypeAlias = RawCodec | Int8Codec
@@ -209,15 +216,3 @@ def _little_endian(theta: Float[Tensor, " d"]) -> Float[np.ndarray, " d"]:
 def _to_tensor(numbers: np.ndarray) -> Float[Tensor, " n"]:
     """Return a copy of received numbers as native float32."""
     return torch.from_numpy(numbers.astype(np.float32))
-
-
-def _check_state(state: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None:
-    formats = [
-        {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-        for tensors in (state, expected)
-    ]
-    if formats[0] != formats[1]:
-        raise RunError(
-            f"the checkpoint is of another encoding or model: it holds {sorted(state)} of it, "
-            f"expected {sorted(expected)}; go on with the federation file that it was begun with"
-        )

@@ -14,10 +14,9 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -27,29 +26,30 @@ from urllib3.exceptions import HTTPError, ProtocolError
 from urllib3.util import Timeout, make_headers, parse_url
 
 from fedcb2o.errors import ConfigError, FedCB2OError
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer.membership.certificates import parse_endpoint
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError, decode_status
+from fedcb2o.peer.wire.protocol import (
+    Answer,
+    AnswerStatus,
+    MalformedError,
+    Question,
+    decode_status,
+)
 from fedcb2o.peer.wire.tls import client_context, close_wrapped, remote_member
 
-LEASE_SECONDS = 10.0
-"""Time without a sign of life after which a member is not connected."""
+LEASE_SECONDS = 10.0  # time without a sign of life after which a member is not connected
 _HEARTBEAT_SECONDS = 2.5
 _POLL_SECONDS = 0.25
-MAX_ANSWER_BYTES = 2**21
-"""Largest accepted answer: a chunk of a model, or the longest manifest."""
-MAX_REQUESTS = 6
-"""Questions to one member at once; further ones wait."""
-CONNECT_SECONDS = 4.0
-"""Time to open a connection."""
+MAX_ANSWER_BYTES = 2**21  # largest accepted answer: a chunk of a model, or the longest manifest
+MAX_REQUESTS = 6  # questions to one member at once; further ones wait
+CONNECT_SECONDS = 4.0  # time to open a connection
 _PIECE_BYTES = 2**20
 _FIRST_PAUSE = 0.1
 _PAUSE_GROWTH = 1.6
-_LONGEST_PAUSE = 60.0
-"""Pause between two attempts to reach a member that never answers."""
+_LONGEST_PAUSE = 60.0  # pause between two attempts to reach a member that never answers
 _MAX_FAILURES = 20
-_REFUSALS = (401, 403)
-"""Codes of requests that get no answer."""
+_REFUSALS = (401, 403)  # codes of requests that get no answer
 STATE_TARGET = "/v1/federation"
 STATE_BYTES = 2**12
 
@@ -73,10 +73,11 @@ def proxy_of(host: str) -> str:
     return proxy
 
 
-class Pool:
+class Pool(Closeable):
     """Connections to a member or relay, through the proxy of this machine's settings.
 
-    `on_connect` is called with each connection after its handshake; its errors refuse it.
+    Beyond `size` of them, requests wait. `on_connect` is called with each connection after its
+    handshake; its errors refuse it.
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Pool:
         member: Member,
         context: ssl.SSLContext,
         size: int,
-        on_connect: Callable[[ssl.SSLSocket], None] = lambda connection: None,
+        on_connect: Callable[[ssl.SSLSocket], object] = lambda connection: None,
     ) -> None:
         address, port = parse_endpoint(member.endpoint)
         host = str(address)
@@ -102,23 +103,14 @@ class Pool:
                     raise
                 connections.add(self)
 
+        options: dict[str, Any] = {"maxsize": size, "block": True, "ssl_context": context}
+        manager = urllib3.PoolManager(**options)
         if proxy := proxy_of(host):
             credentials = parse_url(proxy).auth
             headers = make_headers(proxy_basic_auth=credentials) if credentials else None
-            manager = urllib3.ProxyManager(
-                proxy, proxy_headers=headers, maxsize=size, ssl_context=context
-            )
-            pool = manager.connection_from_host(host, port, "https")
-        else:
-            pool = urllib3.HTTPSConnectionPool(host, port, maxsize=size, ssl_context=context)
-        pool.ConnectionCls = Connection
-        self._pool = pool
-
-    def __enter__(self) -> "Pool":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+            manager = urllib3.ProxyManager(proxy, proxy_headers=headers, **options)
+        self._pool = manager.connection_from_host(host, port, "https")
+        self._pool.ConnectionCls = Connection
 
     @property
     def socket(self) -> socket.socket | None:
@@ -155,53 +147,37 @@ class Pool:
             body=body,
             headers={"Accept-Encoding": "identity", **(headers or {})},
             timeout=Timeout(connect=min(left, CONNECT_SECONDS), read=left),
+            pool_timeout=left,  # type: ignore[arg-type]
             retries=False,
             redirect=False,
             preload_content=False,
             decode_content=False,
         )
-        pieces = []
-        size = 0
-        is_whole = False
+        content = b""
         try:
             if response.headers.get("content-encoding", "identity") != "identity":
                 raise MalformedError("malformed")
+            pieces = []
             while piece := response.read(_PIECE_BYTES, decode_content=False):
                 pieces.append(piece)
-                size += len(piece)
-                if size > max_bytes:
+                if sum(map(len, pieces)) > max_bytes:
                     raise MalformedError("malformed")
                 if time.monotonic() > end:
                     raise TimeoutError("the answer takes too long")
-            is_whole = True
-        finally:
+            content = b"".join(pieces)
+        except BaseException:
             # A connection with the rest of an answer is of no further use.
-            if is_whole:
-                response.release_conn()
-            else:
-                response.close()
-        return response.status, b"".join(pieces)
+            response.close()
+            raise
+        finally:
+            response.release_conn()
+        return response.status, content
 
 
 def tls_error(error: BaseException) -> ssl.SSLError | None:
-    """Return the error of TLS in an error of urllib3."""
-    causes = (error, *error.args) if isinstance(error, HTTPError) else (error,)
+    """Return the error of TLS in an error, or in that of urllib3 behind it."""
+    causes = (error, *error.args, error.__cause__, *getattr(error.__cause__, "args", ()))
     return next((one for one in causes if isinstance(one, ssl.SSLError)), None)
-
-
-@dataclass
-class _Question:
-    """A request that waits for its answer until a monotonic time."""
-
-    request: bytes
-    end: float
-    answers: "SimpleQueue[Answer | None]" = field(default_factory=SimpleQueue)
-
-    def iterate(self) -> Iterator[Answer]:
-        with suppress(Empty):
-            answer = self.answers.get(timeout=max(0.0, self.end - time.monotonic()))
-            if answer is not None:
-                yield answer
 
 
 class Dialer:
@@ -223,10 +199,9 @@ class Dialer:
         self._pool: Pool | None = None
         self._control: Pool | None = None
         self._expires = math.inf  # of the member's certificate, by the system clock
-        self._waiting = SimpleQueue[_Question | None]()
-        self._open: dict[int, _Question] = {}  # by id(), without an answer so far
+        self._open = set[Question]()  # without an answer so far
+        self._waiting = SimpleQueue[tuple[bytes, Question] | None]()
         self._num_workers = 0
-        self._num_busy = 0
         self.thread = threading.Thread(target=self._run, name="fedcb2o-dial", daemon=True)
 
     def start(self) -> None:
@@ -246,54 +221,50 @@ class Dialer:
         for _ in range(MAX_REQUESTS):
             self._waiting.put(None)
 
-    def ask(self, request: bytes, timeout: float) -> Iterator[Answer]:
-        """Send a request now, and return its answer when it arrives."""
-        question = _Question(request, time.monotonic() + timeout)
+    def ask(self, request: bytes, timeout: float) -> Question:
+        """Send a request now; beyond `MAX_REQUESTS` of them, it waits."""
+        question = Question(time.monotonic() + timeout)
         with self._lock:
             if not self.is_connected:
-                return iter(())
-            self._open[id(question)] = question
-            self._num_busy += 1
-            is_new = self._num_workers < min(self._num_busy, MAX_REQUESTS)
+                return Question()
+            self._open.add(question)
+            is_new = self._num_workers < min(len(self._open), MAX_REQUESTS)
             self._num_workers += is_new
         if is_new:
             threading.Thread(target=self._work, name="fedcb2o-ask", daemon=True).start()
-        self._waiting.put(question)
-        return question.iterate()
+        self._waiting.put((request, question))
+        return question
 
     def _work(self) -> None:
-        """Send questions, one at a time."""
-        while (question := self._waiting.get()) is not None:
+        """Send requests, one at a time."""
+        while (task := self._waiting.get()) is not None:
+            request, question = task
             answer = None
-            try:
-                if question.end > time.monotonic() and id(question) in self._open:
-                    answer = self._send(question)
-            except (MalformedError, ValueError):
-                answer = Answer(AnswerStatus.MALFORMED)
-            except (HTTPError, OSError, AttributeError) as error:
-                # urllib3 raises AttributeError for a connection that another thread closed.
-                if _is_unreadable(error):
-                    answer = Answer(AnswerStatus.MALFORMED)
-            finally:
-                with self._lock:
-                    self._num_busy -= 1
-                    self._open.pop(id(question), None)
-                question.answers.put(answer)
+            if question in self._open and question.end > time.monotonic():
+                answer = self._send(request, question.end)
+            with self._lock:
+                self._open.discard(question)
+            question.put(answer)
 
-    def _send(self, question: _Question) -> Answer | None:
+    def _send(self, request: bytes, end: float) -> Answer | None:
+        line, *fields = request.decode("ascii").split("\n")
+        headers = dict(one.split(": ", 1) for one in fields)
+        target = line.partition(" ")[2]
         pool = self._pool
         if pool is None:
             return None
-        line, *fields = question.request.decode("ascii").split("\n")
-        headers = dict(one.split(": ", 1) for one in fields)
-        target = line.partition(" ")[2]
-        code, body = pool.exchange(
-            "GET", target, end=question.end, max_bytes=MAX_ANSWER_BYTES, headers=headers
-        )
-        if code in _REFUSALS:
-            return None
-        status = decode_status(code)
-        return Answer(status, body if status is AnswerStatus.OK else b"")
+        try:
+            code, body = pool.exchange(
+                "GET", target, end=end, max_bytes=MAX_ANSWER_BYTES, headers=headers
+            )
+            if code in _REFUSALS:
+                return None
+            status = decode_status(code)
+            return Answer(status, body if status is AnswerStatus.OK else b"")
+        except (HTTPError, OSError, AttributeError, ValueError) as error:
+            # urllib3 raises AttributeError for a connection that another thread closed.
+            is_malformed = isinstance(error, ValueError) or _is_unreadable(error)
+            return Answer(AnswerStatus.MALFORMED) if is_malformed else None
 
     def _run(self) -> None:
         failures = 0
@@ -334,7 +305,7 @@ class Dialer:
 
     def _check(self, connection: ssl.SSLSocket) -> None:
         """Refuse a certificate that the member's root did not issue directly."""
-        _, expires = remote_member(connection.getpeercert(True) or b"", [self._member])
+        _, expires = remote_member(connection, [self._member])
         self._expires = expires.timestamp()
 
     def _is_lost(self, sock: socket.socket | None, end: float) -> bool:
@@ -348,7 +319,7 @@ class Dialer:
             if readable.poll(1000 * _POLL_SECONDS):
                 return True
             with self._lock:
-                oldest = min((one.end for one in self._open.values()), default=end)
+                oldest = min((one.end for one in self._open), default=end)
             if time.monotonic() > oldest + LEASE_SECONDS:
                 return True
         return False
@@ -357,10 +328,10 @@ class Dialer:
         """Close all connections, and end the questions on them."""
         with self._lock:
             self.is_connected = False
-            questions = [*self._open.values()]
+            questions = [*self._open]
             self._open.clear()
         for question in questions:
-            question.answers.put(None)
+            question.put(None)
         for pool in (self._pool, self._control):
             if pool is not None:
                 pool.close()

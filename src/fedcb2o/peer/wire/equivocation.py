@@ -14,7 +14,6 @@ Example:
 """
 
 import base64
-import binascii
 import errno
 import json
 import os
@@ -27,14 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import tomli_w
-from cryptography.exceptions import InvalidSignature
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
 from fedcb2o import records
 from fedcb2o.errors import DataError, RunError
 from fedcb2o.peer.membership.certificates import DNS_LABEL
 from fedcb2o.peer.membership.federation import Federation
-from fedcb2o.peer.membership.identity import read_bounded_toml
+from fedcb2o.peer.membership.identity import Member, is_signed, read_bounded_toml
 from fedcb2o.peer.membership.versions import parse_members
 from fedcb2o.peer.wire.protocol import (
     MANIFEST_CONTEXT,
@@ -77,12 +74,10 @@ class Proof:
         """Name of its file."""
         return f"{self.name}-{self.round}{_PROOF_SUFFIX}"
 
-    def write(self, folder: Path) -> None:
-        """Write the proof, unless a file of its name exists."""
-        path = folder / self.file
-        if path.exists():
-            return
-        table = {
+    @property
+    def table(self) -> dict[str, Any]:
+        """Content of its file."""
+        return {
             "name": self.name,
             "agent": self.agent,
             "round": self.round,
@@ -90,11 +85,17 @@ class Proof:
             "key": base64.b64encode(self.key).decode(),
             "manifests": [base64.b64encode(manifest).decode() for manifest in self.manifests],
         }
+
+    def write(self, folder: Path) -> None:
+        """Write the proof, unless a file of its name exists."""
+        path = folder / self.file
+        if path.exists():
+            return
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         except OSError as error:
             raise RunError(f"cannot make {folder}: {error.strerror or error}") from error
-        records.atomic_write(path, tomli_w.dumps(table).encode())
+        records.atomic_write(path, tomli_w.dumps(self.table).encode())
 
     @classmethod
     def read(cls, path: Path) -> "Proof":
@@ -109,10 +110,7 @@ class Proof:
         return proof
 
     def verify(self) -> None:
-        """Check both manifests and signatures, or raise ValueError.
-
-        The name is not checked.
-        """
+        """Check both manifests and signatures, but not the name; raise ValueError."""
         decoded: list[Manifest] = []
         for signed in self.manifests:
             try:
@@ -121,7 +119,7 @@ class Proof:
                 raise ValueError(f"a manifest in it cannot be read ({error.reason})") from error
             if (manifest.agent, manifest.round, manifest.run) != (self.agent, self.round, self.run):
                 raise ValueError("a manifest in it is of another agent, round or run than it says")
-            if not _is_signed(self.key, MANIFEST_CONTEXT + body, signature):
+            if not is_signed(self.key, MANIFEST_CONTEXT + body, signature):
                 raise ValueError("a manifest in it was not signed by its key")
             decoded.append(manifest)
         if decoded[0] == decoded[1]:
@@ -150,15 +148,11 @@ def verify_proof(path: Path, federation: Federation | None = None) -> str:
             f"{path} is of run {proof.run.hex()[:16]}, and this federation's is "
             f"{federation.run.hex()[:16]}"
         )
-    holders = [members.get(proof.agent) for members in parse_members(federation.versions)]
-    if not any(
-        member is not None and (member.name, member.key) == (proof.name, proof.key)
-        for member in holders
-    ):
+    if not any(_is_of(proof, members) for members in parse_members(federation.versions)):
         raise DataError(
             f"{path} is not of the key of {proof.name}, agent {proof.agent}, in this federation"
         )
-    now = "" if _is_current_key(proof, federation) else ", whose key was replaced since"
+    now = "" if _is_of(proof, federation.members) else ", whose key was replaced since"
     return f"{summary} {proof.name}, agent {proof.agent} of {federation.name}{now}"
 
 
@@ -181,9 +175,8 @@ class Ledger:
         for path in sorted(self._folder.glob(f"*{_PROOF_SUFFIX}")):
             # Files of another run, or without a proof, are ignored.
             with suppress(DataError):
-                verify_proof(path, federation)
                 proof = Proof.read(path)
-                if _is_current_key(proof, federation):
+                if proof.run == federation.run and _is_of(proof, federation.members):
                     self._proofs.setdefault(proof.agent, proof)
 
     @property
@@ -251,33 +244,22 @@ class Ledger:
         return [*proven, *newest][:MAX_DIGESTS]
 
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
-        """Find digests that differ from recorded manifests, or from each other.
-
-        Their manifests should be requested.
-        """
-        conflicts: dict[ManifestDigest, None] = {}
-        first_digests: dict[tuple[int, int], bytes] = {}
+        """Find digests that differ from recorded manifests, or from each other."""
+        claims: dict[tuple[int, int], dict[bytes, None]] = {}
+        for agent, n, digest in digests:
+            if agent in self._federation.members and n < self._federation.rounds:
+                claims.setdefault((agent, n), {})[digest] = None
+        conflicts = list[ManifestDigest]()
         with self._lock:
-            for agent, n, digest in digests:
-                if agent not in self._federation.members or agent in self._proofs:
-                    continue
-                if n >= self._federation.rounds:
-                    continue
-                other = first_digests.setdefault((agent, n), digest)
+            for (agent, n), claimed in claims.items():
                 own, _ = self._held.get(agent, {}).get(n, (None, b""))
-                if other != digest:
-                    for candidate in (other, digest):
-                        if candidate != own:
-                            conflicts[agent, n, candidate] = None
-                elif own not in (None, digest):
-                    conflicts[agent, n, digest] = None
-        return list(conflicts)
+                others = [digest for digest in claimed if digest != own]
+                if agent not in self._proofs and len(others) + (own is not None) > 1:
+                    conflicts += [(agent, n, digest) for digest in others]
+        return conflicts
 
     def get(self, agent: int, n: int, digest: bytes) -> bytes | None:
-        """Return the signed manifest of a digest, None if it is not recorded.
-
-        A digest of zeros stands for the agent's newest manifest.
-        """
+        """Return the recorded manifest of a digest; one of zeros means the agent's newest."""
         with self._lock:
             held = self._held.get(agent, {})
             if digest == ZERO_DIGEST:
@@ -295,14 +277,8 @@ class Ledger:
         member = self._federation.members[manifest.agent]
         # In this order, members that received them in another one write the same file.
         first, second = sorted(signed)
-        proof = Proof(
-            name=member.name,
-            agent=manifest.agent,
-            round=manifest.round,
-            run=manifest.run,
-            key=member.key,
-            manifests=(first, second),
-        )
+        run, key = manifest.run, member.key
+        proof = Proof(member.name, manifest.agent, manifest.round, run, key, (first, second))
         self._proofs[manifest.agent] = proof
         # Two manifests prove it, and no further one is of use.
         self._held.pop(manifest.agent, None)
@@ -370,10 +346,7 @@ class SigningJournal:
         return max(self._signed, default=-1)
 
     def reserve(self, n: int, digest: bytes) -> bool:
-        """Write down that a manifest will be signed, if it may be.
-
-        It may if this manifest was reserved before, or none of this or a later round was.
-        """
+        """Write down that a manifest will be signed; False if another, or a later one, was."""
         if n <= self.last_round:
             # The same bytes again are no second model.
             return self._signed.get(n) == digest
@@ -390,10 +363,7 @@ class SigningJournal:
         return True
 
     def complete(self, n: int) -> None:
-        """Sign no round up to `n`, and take the journal as complete from then on.
-
-        `n` is the last round that this agent may have signed.
-        """
+        """Sign no round up to `n`, the last that may have been signed; be complete then."""
         self.reserve(n, ZERO_DIGEST)
         self._restored.unlink(missing_ok=True)
 
@@ -412,36 +382,22 @@ class SigningJournal:
 
 def _parse_proof(table: dict[str, Any]) -> Proof:
     """Parse a proof's table; raise ValueError if it describes none."""
-    types = {"name": str, "agent": int, "round": int, "run": str, "key": str, "manifests": list}
-    has_types = set(table) == set(types) and all(type(table[key]) is types[key] for key in types)
-    if not has_types:
-        raise ValueError(f"it must have the keys {', '.join(types)}, and each of its type")
-    if not DNS_LABEL.fullmatch(table["name"]):
-        raise ValueError("its `name` is no member's")
-    texts = table["manifests"]
-    if len(texts) != 2 or not all(isinstance(text, str) for text in texts):
-        raise ValueError("its `manifests` must be two texts")
-    try:
-        key, first, second = (
-            base64.b64decode(text.encode(), validate=True) for text in (table["key"], *texts)
-        )
-        run = bytes.fromhex(table["run"])
-    except (binascii.Error, ValueError) as error:
-        raise ValueError(
-            "its `run` is no hexadecimal, or its `key` or `manifests` no base64"
-        ) from error
-    return Proof(table["name"], table["agent"], table["round"], run, key, (first, second))
+    with suppress(ValueError, KeyError, TypeError):
+        texts = (table["key"], *table["manifests"])
+        key, first, second = (base64.b64decode(text) for text in texts)
+        numbers = int(table["agent"]), int(table["round"]), bytes.fromhex(table["run"])
+        proof = Proof(table["name"], *numbers, key, (first, second))
+        # Each proof has one table. As JSON, true differs from 1.
+        is_same = json.dumps(proof.table, sort_keys=True) == json.dumps(table, sort_keys=True)
+        if is_same and DNS_LABEL.fullmatch(proof.name):
+            return proof
+    raise ValueError(
+        "it must have the keys name (of a member), agent, round, run (hexadecimal), key and two "
+        "manifests (base64), and no others"
+    )
 
 
-def _is_current_key(proof: Proof, federation: Federation) -> bool:
-    """Check that the key of a proof still belongs to the member."""
-    member = federation.members.get(proof.agent)
-    return member is not None and member.key == proof.key
-
-
-def _is_signed(key: bytes, message: bytes, signature: bytes) -> bool:
-    try:
-        Ed25519PublicKey.from_public_bytes(key).verify(signature, message)
-    except (InvalidSignature, ValueError):
-        return False
-    return True
+def _is_of(proof: Proof, members: Mapping[int, Member]) -> bool:
+    """Check that a proof is of the name and the key of one of some members."""
+    member = members.get(proof.agent)
+    return member is not None and (member.name, member.key) == (proof.name, proof.key)

@@ -35,10 +35,8 @@ _CARD_KINDS = ("run", "check")
 _MAX_CARD_BYTES = 2**9
 _MAX_ENTRIES = 2**12
 """Entries of one folder that are looked at. A box with more of them is put aside."""
-_MAX_NOTES = 20
-"""Log lines of one process about entries that are ignored."""
-_STALE_SECONDS = 600.0
-"""Age from which cards and boxes of ended sessions are removed."""
+_MAX_NOTES = 20  # log lines of one process about entries that are ignored
+_STALE_SECONDS = 600.0  # age from which cards and boxes of ended sessions are removed
 _POLL_SECONDS = 0.02
 _OTHERS_WRITE = 0o022
 _TEMPORARY_SUFFIX = ".tmp"
@@ -211,10 +209,7 @@ class FolderMailbox:
         self._keep(box)
 
     def stored_bytes(self, box: str, sender: str) -> int:
-        """Return the size of the messages of one sender in a box; a short one counts as 64 KiB.
-
-        Raises OSError if there is no such box.
-        """
+        """Return the counted size of one sender's messages in a box; OSError without the box."""
         with self._open("boxes", *box.split("/")) as folder:
             entries = _list(folder)
         found = [one for name, one in entries.items() if name.endswith(f"-{sender}")]
@@ -319,10 +314,7 @@ def _list(folder: int) -> dict[str, os.stat_result]:
 
 
 def _in_turn(entries: Mapping[str, os.stat_result]) -> list[str]:
-    """Return the names of messages, one of each user in turn, the oldest first.
-
-    A user with many messages therefore delays its own messages only.
-    """
+    """Return the names of messages, the oldest first, so that no user delays those of others."""
     by_user = defaultdict[int, list[str]](list)
     for name in sorted(filter(_MESSAGE_NAME.fullmatch, entries)):
         by_user[entries[name].st_uid].append(name)

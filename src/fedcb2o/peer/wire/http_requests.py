@@ -8,7 +8,7 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import h11
@@ -21,19 +21,15 @@ _TARGET = re.compile(rb"/v[0-9]{1,3}/[A-Za-z0-9/?&=._-]{1,500}")
 _UNIQUE_HEADERS = (b"authorization", b"range", b"content-length", b"host")
 
 
-@dataclass(frozen=True)
+@dataclass
 class HttpRequest:
-    """A request; the names of headers are in small letters.
-
-    The member is that of the certificate, or the one that signed the request. It is None before
-    this is known.
-    """
+    """A request, with the names of headers in small letters, and the member that asks."""
 
     method: str
     target: str
     headers: Mapping[str, str]
-    body: BytesLike
-    member: Member | None
+    body: bytearray = field(default_factory=bytearray)
+    member: Member | None = None
 
 
 class RefusedError(Exception):
@@ -52,30 +48,22 @@ def problem(code: int, detail: str) -> bytes:
 
 
 class RequestParser:
-    """Parser of the requests of one connection.
+    """Parser of one connection's requests; `request` is that of the last head, or empty."""
 
-    `identify` is called with the head of each request, before its body is read. It may raise. A
-    body has at most `max_body` bytes.
-    """
-
-    def __init__(
-        self, max_body: int, identify: Callable[[HttpRequest], None] = lambda request: None
-    ) -> None:
+    def __init__(self, max_body: int) -> None:
         self._max_body = max_body
-        self._identify = identify
         self._connection = h11.Connection(h11.SERVER, max_incomplete_event_size=MAX_HEADER_BYTES)
-        self._head: h11.Request | None = None
-        self._body = bytearray()
+        self.request = HttpRequest("", "", {})
 
-    @property
-    def has_begun(self) -> bool:
-        """True if a part of a request was read."""
-        return self._head is not None
-
-    def receive(self, content: bytes) -> bool:
+    def receive(
+        self,
+        content: bytes,
+        identify: Callable[[HttpRequest], Member | None] = lambda request: None,
+    ) -> bool:
         """Parse received bytes; return True at the end of a request.
 
-        A request that no honest client sends is a RefusedError.
+        `identify` finds the member of a request by its head, before the body is read, or raises. A
+        request that no honest client sends is a RefusedError.
         """
         try:
             self._connection.receive_data(content)
@@ -83,12 +71,14 @@ class RequestParser:
                 event = self._connection.next_event()
                 if isinstance(event, h11.Request):
                     self._check_head(event)
-                    self._head = event
-                    self._identify(self.request(None))
+                    pairs = (
+                        (name.decode(), text.decode("latin-1")) for name, text in event.headers
+                    )
+                    target = event.target.decode()
+                    self.request = HttpRequest(event.method.decode(), target, dict(pairs))
+                    self.request.member = identify(self.request)
                 elif isinstance(event, h11.Data):
-                    self._body += event.data
-                    if len(self._body) > self._max_body:
-                        raise RefusedError(413, "the body is too long")
+                    self.request.body += event.data
                 elif isinstance(event, h11.EndOfMessage):
                     if self._connection.trailing_data[0]:
                         raise RefusedError(400, "one request at a time")
@@ -115,14 +105,6 @@ class RequestParser:
         if len(length) > 10 or int(length) > self._max_body:
             raise RefusedError(413, "the body is too long")
 
-    def request(self, member: Member | None) -> HttpRequest:
-        """Return the request that was read."""
-        head = self._head
-        assert head is not None
-        headers = {name.decode("latin-1"): value.decode("latin-1") for name, value in head.headers}
-        target = head.target.decode("ascii")
-        return HttpRequest(head.method.decode(), target, headers, self._body, member)
-
     def answer_head(self, code: int, headers: Sequence[tuple[str, str]], length: int) -> bytes:
         """Return the head of the answer, whose body has `length` bytes."""
         kind = "application/problem+json" if code >= 400 else "application/octet-stream"
@@ -139,8 +121,6 @@ class RequestParser:
         if body:
             self._connection.send_with_data_passthrough(h11.Data(data=body))  # type: ignore[arg-type]
         self._connection.send(h11.EndOfMessage())
-        self._head = None
-        self._body = bytearray()
         if self._connection.our_state is not h11.DONE:
             return False
         self._connection.start_next_cycle()

@@ -12,7 +12,6 @@ import heapq
 import itertools
 import logging
 import math
-import os
 import re
 import resource
 import select
@@ -25,9 +24,9 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TypeAlias
+from typing import Any
 
 import h11
 
@@ -41,20 +40,15 @@ from fedcb2o.peer.wire.http_requests import (
     problem,
 )
 from fedcb2o.peer.wire.pace import Pace
-from fedcb2o.peer.wire.protocol import BytesLike
+from fedcb2o.peer.wire.protocol import BytesLike, Responder
 from fedcb2o.peer.wire.tls import close_wrapped, remote_member, server_context
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_PENDING = 256
-"""Connections without a whole request of a member."""
-MAX_CONNECTIONS = 16
-"""Connections of one member; the newest remain."""
-HANDSHAKE_SECONDS = 10.0
-"""Time for TLS and the first request together."""
-IDLE_SECONDS = 60.0
-"""Time for each further request, counted from the answer before it."""
-_SEND_SECONDS = 120.0
-"""Time to send each MiB of an answer: with seven others before it, at 70 kB/s."""
+_MAX_PENDING = 256  # connections without a whole request of a member
+MAX_CONNECTIONS = 16  # connections of one member; the newest remain
+HANDSHAKE_SECONDS = 10.0  # time for TLS and the first request together
+IDLE_SECONDS = 60.0  # time for each further request, counted from the answer before it
+_SEND_SECONDS = 120.0  # time to send each MiB of an answer: with seven others before it, at 70 kB/s
 _PIECE_BYTES = 2**20
 _RECORD_BYTES = 2**14
 _RECORDS_PER_TURN = 16
@@ -63,13 +57,15 @@ _MIN_DESCRIPTORS = 4096
 _BACKLOG = 128
 _ACCEPTS_PER_TURN = 32
 _POLL_SECONDS = 0.25
-_DESCRIPTORS_SECONDS = 0.1
-"""Pause after a connection that finds no free descriptor."""
+_DESCRIPTORS_SECONDS = 0.1  # pause after a connection that finds no free descriptor
 # Value of SO_LINGER: on, with 0 seconds. Closing the socket then resets its connection.
 _RESET = struct.pack("ii", 1, 0)
 _REFUSED = "the request is malformed, unsigned, repeated, too frequent, or for another member"
-_FORMER_PROTOCOL = re.compile(rb"..\x41\x09", re.DOTALL)
-"""First bytes of a link of fedcb2o 0.2."""
+_NO_DESCRIPTOR = (
+    "connections wait, because this process has too many open files: raise the limit of its "
+    "machine (ulimit -n)"
+)
+_FORMER_PROTOCOL = re.compile(rb"..\x41\x09", re.DOTALL)  # first bytes of a link of fedcb2o 0.2
 FORMER_RELEASE = "fedcb2o 0.2 or older: 0.3 speaks HTTPS, and all members must update"
 _LISTEN_ERRORS = {
     errno.EADDRINUSE: "the port is in use; is another peer running? Stop it first",
@@ -77,9 +73,6 @@ _LISTEN_ERRORS = {
     "machine, say what to bind here: --listen 0.0.0.0:PORT",
     errno.EACCES: "permission denied; take a port above 1023",
 }
-
-OnRequest: TypeAlias = Callable[[HttpRequest, "Responder"], None]
-Authenticate: TypeAlias = Callable[[HttpRequest], Member | None]
 
 
 def raise_descriptor_limit() -> None:
@@ -111,103 +104,109 @@ def open_listening_socket(address: str) -> socket.socket:
         raise RunError(f"cannot listen on {address}: {reason}") from error
 
 
-class TlsStream:
-    """Accepted TLS connection, used by one thread at a time."""
+@dataclass(eq=False)
+class _Connection:
+    """An accepted connection, used by one thread at a time.
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext) -> None:
-        connection.setblocking(False)
-        with suppress(OSError):
-            # A small answer must not wait for the acknowledgement of the one before it.
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    `end` is the monotonic time at which it is closed. `member` is that of its first request. After
+    a refusal, at most `surplus` bytes may still arrive.
+    """
+
+    sock: socket.socket
+    address: str
+    end: float
+    parser: RequestParser
+    is_open: bool = False
+    certificate: tuple[Member, float] | None = None
+    member: Member | None = None
+    surplus: int | None = None
+
+    def __post_init__(self) -> None:
+        self.sock.setblocking(False)
+        self.descriptor = self.sock.fileno()
+
+    def advance_handshake(self, context: ssl.SSLContext) -> ssl.SSLSocket | None:
+        """Continue the handshake with the bytes that have arrived; return the end of TLS."""
+        # Before its first bytes a connection costs no memory of OpenSSL.
+        if not isinstance(self.sock, ssl.SSLSocket):
+            self.sock = start_tls(self.sock, context)
         try:
-            # A connection that has ended fails here, before OpenSSL sees it.
-            connection.getpeername()
-            self.socket = context.wrap_socket(
-                connection, server_side=True, do_handshake_on_connect=False
-            )
-        except OSError as error:  # the peer is gone
-            connection.close()
-            close_wrapped(error)
-            raise
-        self._can_write = select.poll()
-        self._can_write.register(self.socket, select.POLLOUT)
-
-    def advance_handshake(self) -> bool:
-        """Continue the handshake with the bytes that have arrived, without waiting.
-
-        True is returned if it is complete. An OSError says that it failed, or that the remote ended
-        it.
-        """
-        try:
-            self.socket.do_handshake()
+            self.sock.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
-            return False
-        return True
+            return None
+        return self.sock
 
     def read(self) -> bytes:
         """Decrypt bytes that have arrived, up to a bound; ConnectionError at the end."""
         try:
-            content = self.socket.recv(_RECORD_BYTES)
+            content = self.sock.recv(_RECORD_BYTES)
         except ssl.SSLWantReadError:
             return b""
         if not content:
             raise ConnectionError("the remote closed the connection")
         return content
 
+    def send(
+        self, code: int, headers: Sequence[tuple[str, str]], body: BytesLike, seconds: float
+    ) -> bool:
+        """Send an answer; each MiB may take `seconds`. Return True if a request may follow."""
+        view = memoryview(body)
+        head = self.parser.answer_head(code, headers, len(view))
+        # A short answer is one record of TLS.
+        first = view[: max(0, _RECORD_BYTES - len(head))]
+        self.write(b"".join((head, first)), seconds)
+        for start in range(len(first), len(view), _PIECE_BYTES):
+            self.write(view[start : start + _PIECE_BYTES], seconds)
+        return self.parser.end_answer(view)
+
     def write(self, data: BytesLike, seconds: float) -> None:
-        """Encrypt and send bytes; the stream cannot be used after an OSError."""
+        """Encrypt and send bytes."""
         end = time.monotonic() + seconds
         pending = memoryview(data)
+        can_write = select.poll()
+        can_write.register(self.sock, select.POLLOUT)
         while pending:
             try:
-                pending = pending[self.socket.send(pending[:_RECORD_BYTES]) :]
+                pending = pending[self.sock.send(pending[:_RECORD_BYTES]) :]
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
                 # OpenSSL wants the same record again, so `pending` stays.
                 left = end - time.monotonic()
-                if left <= 0 or not self._can_write.poll(1000 * left):
+                if left <= 0 or not can_write.poll(1000 * left):
                     raise TimeoutError("the remote does not read") from None
 
-    def close(self) -> None:
-        """End the stream at once, also for another thread that uses it."""
+    def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
+        """Send nothing more; OSError if the remote is gone."""
+        # SSLSocket's own method lets a thread that reads go on without TLS.
+        socket.socket.shutdown(self.sock, how)
+
+    def reset(self) -> None:
+        """Close the connection without keeping its address in use."""
         with suppress(OSError):
-            # SSLSocket's own method lets a thread that reads go on without TLS.
-            socket.socket.shutdown(self.socket, socket.SHUT_RDWR)
+            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
+        self.sock.close()
 
 
-@dataclass(eq=False)
-class _Connection:
-    """An accepted connection.
-
-    The stream takes the socket over after the first bytes have arrived. `end` is the monotonic time
-    at which it is closed. `member` is known after its first request; `signer` is that of the last.
-    After a refusal, at most `surplus` bytes may still arrive.
-    """
-
-    raw: socket.socket
-    address: str
-    end: float
-    stream: TlsStream | None = None
-    has_handshake: bool = False
-    certificate: tuple[Member, float] | None = None
-    member: Member | None = None
-    signer: Member | None = None
-    surplus: int | None = None
-    parser: RequestParser = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.descriptor = self.raw.fileno()
-
-    @property
-    def socket(self) -> socket.socket:
-        return self.raw if self.stream is None else self.stream.socket
+def start_tls(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+    """Return the TLS end of an accepted connection, without waiting for its handshake."""
+    with suppress(OSError):
+        # A small answer must not wait for the acknowledgement of the one before it.
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    try:
+        # A connection that has ended fails here, before OpenSSL sees it.
+        connection.getpeername()
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
+    except OSError as error:
+        close_wrapped(error)
+        raise
 
 
 class Listener:
     """Listener of one agent, or of a relay.
 
     `on_request` is called in the listener's thread with each whole request of a member, and a
-    function that answers it once, from any thread. It must return at once. A request whose function
-    is dropped gets the status 403. A body has at most `max_body` bytes.
+    function that answers it once, from any thread, by the arguments of `_respond`. It must return
+    at once. A request whose function is dropped gets the status 403. A body has at most `max_body`
+    bytes.
 
     A remote must show a member's certificate, if `has_clients`. `authenticate` returns the member
     that signed a request; without it, the certificate alone identifies the remote. `on_presence` is
@@ -220,11 +219,11 @@ class Listener:
         listening: socket.socket,
         identity: Identity,
         members: Sequence[Member],
-        on_request: OnRequest,
+        on_request: Callable[[HttpRequest, Responder], None],
         *,
         max_body: int = 0,
         max_connections: int = MAX_CONNECTIONS,
-        authenticate: Authenticate | None = None,
+        authenticate: Callable[[HttpRequest], Member | None] | None = None,
         has_clients: bool = True,
         on_presence: Callable[[str, bool], None] = lambda name, is_connected: None,
         paces: Mapping[str, Pace] | None = None,
@@ -249,33 +248,25 @@ class Listener:
         self._answered = deque[_Connection]()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._has_logged = False
-        self._warned = set[str]()
-        # Without a free descriptor a connection cannot even be refused: `_shed` uses this one.
-        self._spare: int | None = os.open(os.devnull, os.O_RDONLY)
+        self._logged = set[str]()
         self._wake_out, self._wake_in = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._wake_in.setblocking(False)
-        listening.setblocking(False)
+        for one in (listening, self._wake_out, self._wake_in):
+            one.setblocking(False)
         self._selector.register(listening, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
+        self._thread.start()
 
     @property
     def is_alive(self) -> bool:
         """True while connections are accepted."""
         return self._thread.is_alive() and not self._closed.is_set()
 
-    def start(self) -> None:
-        """Accept connections from now on."""
-        self._thread.start()
-
     def close(self) -> None:
         """Stop listening, and close all connections."""
         self._closed.set()
         self._wake()
-        if self._thread.is_alive():
-            self._thread.join(2)
+        self._thread.join(2)
 
     def connections(self, members: Iterable[Member]) -> Counter[str]:
         """Return the number of connections of some members by name."""
@@ -292,25 +283,25 @@ class Listener:
                 self._turn()
             except Exception:
                 # The listener must go on.
-                if not self._has_logged:
-                    self._has_logged = True
-                    _LOGGER.exception("a connection could not be served")
+                self._log_once("a connection could not be served", logging.ERROR, exc_info=True)
                 time.sleep(_DESCRIPTORS_SECONDS)
-        for table in (self._pending, self._idle):
-            for connection in list(table.values()):
-                self._drop(connection)
-        for connection in (*self._answered, *(one for _, _, one in self._delayed)):
-            self._release(connection)
+        waiting = (*self._pending.values(), *self._idle.values(), *self._answered)
+        for connection in (*waiting, *(one for _, _, one in self._delayed)):
+            self._drop(connection)
         with self._lock:
             busy = [one for several in self._by_root.values() for one in several]
         for connection in busy:
-            if connection.stream is not None:
-                connection.stream.close()
+            with suppress(OSError):
+                connection.shut_down()
         self._selector.close()
         self._listening.close()
         self._wake_out.close()
         self._wake_in.close()
-        self._close_spare()
+
+    def _log_once(self, text: str, level: int = logging.WARNING, **options: Any) -> None:
+        if text not in self._logged and len(self._logged) < _MAX_PENDING:
+            self._logged.add(text)
+            _LOGGER.log(level, "%s", text, **options)
 
     def _turn(self) -> None:
         """Handle what arrived, connections whose answers were sent, and waiting requests."""
@@ -332,47 +323,32 @@ class Listener:
             self._resume(self._answered.popleft())
         while self._delayed and self._delayed[0][0] <= time.monotonic():
             self._hand_over(heapq.heappop(self._delayed)[2])
-        self._drop_expired()
+        now = time.monotonic()
+        for table in (self._pending, self._idle):
+            while table and now >= next(iter(table.values())).end:
+                self._drop(next(iter(table.values())))
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
                 raw, address = self._listening.accept()
-            except BlockingIOError:
-                return
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
-                    self._shed()
-                return  # otherwise: the connection has ended already
+                    self._log_once(_NO_DESCRIPTOR)
+                    # Others wait in the kernel's backlog.
+                    if self._pending:
+                        self._drop(self._oldest_of_most())
+                    time.sleep(_DESCRIPTORS_SECONDS)
+                return  # otherwise: none waits, or it has ended already
             while len(self._pending) >= _MAX_PENDING:
                 self._drop(self._oldest_of_most())
-            raw.setblocking(False)
             end = time.monotonic() + HANDSHAKE_SECONDS
-            connection = _Connection(raw, str(address[0]), end)
-            identify = partial(self._identify, connection)
-            connection.parser = RequestParser(self._max_body, identify)
-            self._pending[connection.descriptor] = connection
-            self._selector.register(connection.descriptor, selectors.EVENT_READ)
+            parser = RequestParser(self._max_body)
+            self._wait(_Connection(raw, str(address[0]), end, parser), self._pending)
 
-    def _close_spare(self) -> None:
-        if self._spare is not None:
-            os.close(self._spare)
-        self._spare = None
-
-    def _shed(self) -> None:
-        """Refuse one connection with a descriptor that was kept for this."""
-        self._close_spare()
-        with suppress(OSError):
-            _reset(self._listening.accept()[0])
-        with suppress(OSError):  # another thread may have taken it
-            self._spare = os.open(os.devnull, os.O_RDONLY)
-        if not self._has_logged:
-            self._has_logged = True
-            _LOGGER.warning(
-                "a connection is refused, because this process has too many open files: raise "
-                "the limit of its machine (ulimit -n)"
-            )
-        time.sleep(_DESCRIPTORS_SECONDS)
+    def _wait(self, connection: _Connection, table: dict[int, _Connection]) -> None:
+        table[connection.descriptor] = connection
+        self._selector.register(connection.descriptor, selectors.EVENT_READ)
 
     def _oldest_of_most(self) -> _Connection:
         """Return the oldest pending connection of the address with most of them."""
@@ -386,43 +362,46 @@ class Listener:
             self._discard(connection, connection.surplus)
             return
         try:
-            # Before its first bytes a connection costs no memory of OpenSSL.
-            if connection.stream is None:
-                connection.stream = TlsStream(connection.raw, self._context)
-            if not connection.has_handshake:
-                if not connection.stream.advance_handshake():
+            if not connection.is_open:
+                tls = connection.advance_handshake(self._context)
+                if tls is None:
                     return
-                connection.has_handshake = True
+                connection.is_open = True
                 if self._has_clients:
-                    der = connection.stream.socket.getpeercert(True) or b""
-                    member, expires = remote_member(der, self._members)
+                    member, expires = remote_member(tls, self._members)
                     connection.certificate = member, expires.timestamp()
-            self._read_request(connection, connection.stream)
+            self._read_request(connection)
         except RefusedError as error:
-            self._refuse(connection, error.code, str(error))
+            # Without waiting for the remote, and as far as it reads the error at once.
+            with suppress(OSError, h11.LocalProtocolError):
+                content = problem(error.code, str(error))
+                connection.send(error.code, [("connection", "close")], content, 0.0)
+            self._end(connection)
         except ssl.SSLError:
             # Unless the remote is gone, it was sent an alert.
             self._end(connection)
         except (OSError, ValueError):
             self._drop(connection)
 
-    def _read_request(self, connection: _Connection, stream: TlsStream) -> None:
+    def _read_request(self, connection: _Connection) -> None:
         for _ in range(_RECORDS_PER_TURN):
-            content = stream.read()
+            content = connection.read()
             if not content:
                 return
-            if not connection.parser.has_begun and _FORMER_PROTOCOL.match(content):
-                self._warn_of_former_release(connection)
-            if connection.parser.receive(content):
+            if not connection.parser.request.method and _FORMER_PROTOCOL.match(content):
+                member = connection.certificate
+                name = member[0].name if member else connection.address
+                self._log_once(f"{name} runs {FORMER_RELEASE}")
+                raise RefusedError(400, FORMER_RELEASE)
+            if connection.parser.receive(content, partial(self._identify, connection)):
                 self._forget(connection)
                 self._dispatch(connection)
                 return
         # The rest is in OpenSSL's memory, of which the selector does not know.
-        if stream.socket.pending():
-            self._answered.append(connection)
-            self._forget(connection)
+        self._forget(connection)
+        self._answered.append(connection)
 
-    def _identify(self, connection: _Connection, request: HttpRequest) -> None:
+    def _identify(self, connection: _Connection, request: HttpRequest) -> Member:
         """Find the member of a request by its head, before its body is read."""
         signer: Member | None = None
         expires = math.inf
@@ -435,19 +414,11 @@ class Listener:
             raise RefusedError(401, "no signature of this member")
         if time.time() >= expires:
             raise ConnectionError("the certificate has expired")
-        connection.signer = signer
-
-    def _warn_of_former_release(self, connection: _Connection) -> None:
-        """Name a member with a former release, once."""
-        name = connection.certificate[0].name if connection.certificate else connection.address
-        if name not in self._warned and len(self._warned) < _MAX_PENDING:
-            self._warned.add(name)
-            _LOGGER.warning("%s runs %s", name, FORMER_RELEASE)
-        raise RefusedError(400, FORMER_RELEASE)
+        return signer
 
     def _dispatch(self, connection: _Connection) -> None:
         """Hand a request over, now or when the pace of its member allows it."""
-        member = connection.signer
+        member = connection.parser.request.member
         assert member is not None
         if connection.member is None:
             self._admit(connection, member)
@@ -468,23 +439,38 @@ class Listener:
         if is_first:
             self._on_presence(member.name, True)
         for old in surplus:
-            if old.stream is not None:
-                old.stream.close()
+            # Another thread may be sending an answer on it.
+            with suppress(OSError):
+                old.shut_down()
 
     def _hand_over(self, connection: _Connection) -> None:
-        respond = Responder(self, connection)
+        respond = Responder(partial(self._respond, connection), 403, _REFUSED)
         try:
-            self._on_request(connection.parser.request(connection.member), respond)
+            self._on_request(connection.parser.request, respond)
         except Exception:
             _LOGGER.exception("a request could not be handled")
-            respond.refuse(500, "the request could not be handled")
+            respond(500, "the request could not be handled")
 
-    def _refuse(self, connection: _Connection, code: int, detail: str) -> None:
-        """Send an error, as far as the remote reads it at once, and close the connection."""
-        with suppress(OSError, h11.LocalProtocolError):
-            if connection.stream is not None:
-                _send(connection, code, [("connection", "close")], problem(code, detail), 0.0)
-        self._end(connection)
+    def _respond(
+        self,
+        connection: _Connection,
+        code: int,
+        content: BytesLike | str,
+        headers: Sequence[tuple[str, str]] = (),
+        seconds: float = _SEND_SECONDS,
+    ) -> None:
+        """Answer a request, in any thread; a text describes an error, which does not wait."""
+        if isinstance(content, str):
+            content, seconds = problem(code, content), 0.0
+        is_usable = False
+        # Otherwise the remote is gone, reads too slowly, or wants no further request.
+        with suppress(OSError, ValueError, h11.LocalProtocolError):
+            is_usable = connection.send(code, headers, content, seconds)
+        if self._closed.is_set() or not is_usable:
+            self._release(connection)
+        else:
+            self._answered.append(connection)
+            self._wake()
 
     def _end(self, connection: _Connection) -> None:
         """Send nothing more, and close a connection after the remote has closed it.
@@ -494,49 +480,33 @@ class Listener:
         """
         self._forget(connection)
         try:
-            socket.socket.shutdown(connection.socket, socket.SHUT_WR)
+            connection.shut_down(socket.SHUT_WR)
         except OSError:  # the remote is gone
             self._release(connection)
             return
         connection.surplus = self._max_body + MAX_HEADER_BYTES
         connection.end = time.monotonic() + HANDSHAKE_SECONDS
-        self._pending[connection.descriptor] = connection
-        self._selector.register(connection.descriptor, selectors.EVENT_READ)
+        self._wait(connection, self._pending)
 
     def _discard(self, connection: _Connection, surplus: int) -> None:
         """Read the rest of what a refused remote sends, without decrypting it."""
         size = 0
         with suppress(OSError):
-            size = len(socket.socket.recv(connection.socket, _DISCARDED_BYTES))
+            size = len(socket.socket.recv(connection.sock, _DISCARDED_BYTES))
         connection.surplus = surplus - size
         if not size or connection.surplus < 0:
             self._drop(connection)
 
     def _resume(self, connection: _Connection) -> None:
         """Wait for the next request of a connection, or for the rest of one."""
-        if connection.socket.fileno() < 0:
+        if connection.sock.fileno() < 0:
             return
-        if connection.member is None:
-            self._pending[connection.descriptor] = connection
-        else:
+        table = self._pending
+        if connection.member is not None:
             connection.end = time.monotonic() + IDLE_SECONDS
-            self._idle[connection.descriptor] = connection
-        self._selector.register(connection.descriptor, selectors.EVENT_READ)
+            table = self._idle
+        self._wait(connection, table)
         self._advance(connection)
-
-    def after_answer(self, connection: _Connection, *, is_usable: bool) -> None:
-        """Take a connection back whose answer was sent; called in any thread."""
-        if self._closed.is_set() or not is_usable:
-            self._release(connection)
-        else:
-            self._answered.append(connection)
-            self._wake()
-
-    def _drop_expired(self) -> None:
-        now = time.monotonic()
-        for table in (self._pending, self._idle):
-            while table and now >= next(iter(table.values())).end:
-                self._drop(next(iter(table.values())))
 
     def _drop(self, connection: _Connection) -> None:
         self._forget(connection)
@@ -552,74 +522,13 @@ class Listener:
 
     def _release(self, connection: _Connection) -> None:
         """Close a connection that nothing waits for."""
-        if connection.member is not None:
-            several = self._by_root[connection.member.root]
-            with self._lock:
-                several.remove(connection)
-                is_last = not several
-            connection.socket.close()
-            if is_last:
-                self._on_presence(connection.member.name, False)
-        else:
-            _reset(connection.socket)
-
-
-class Responder:
-    """Function that answers one request; without an answer the request is refused at its end."""
-
-    def __init__(self, listener: Listener, connection: _Connection) -> None:
-        self._listener = listener
-        self._connection = connection
-        self._is_open = True
-
-    def __call__(
-        self,
-        code: int,
-        headers: Sequence[tuple[str, str]],
-        body: BytesLike,
-        seconds: float = _SEND_SECONDS,
-    ) -> None:
-        if not self._is_open:
+        if connection.member is None:
+            connection.reset()
             return
-        self._is_open = False
-        connection = self._connection
-        is_usable = False
-        # Otherwise the remote is gone, reads too slowly, or wants no further request.
-        with suppress(OSError, ValueError, h11.LocalProtocolError):
-            is_usable = _send(connection, code, headers, body, seconds)
-        self._listener.after_answer(connection, is_usable=is_usable)
-
-    def refuse(self, code: int, detail: str) -> None:
-        """Answer with an error, without waiting for the remote."""
-        self(code, (), problem(code, detail), 0.0)
-
-    def __del__(self) -> None:
-        if self._is_open:
-            self.refuse(403, _REFUSED)
-
-
-def _send(
-    connection: _Connection,
-    code: int,
-    headers: Sequence[tuple[str, str]],
-    body: BytesLike,
-    seconds: float,
-) -> bool:
-    """Send an answer; each MiB of it may take `seconds`. Return True if a request may follow."""
-    stream = connection.stream
-    assert stream is not None
-    view = memoryview(body)
-    head = connection.parser.answer_head(code, headers, len(view))
-    # A short answer is one record of TLS.
-    first = view[: max(0, _RECORD_BYTES - len(head))]
-    stream.write(b"".join((head, first)), seconds)
-    for start in range(len(first), len(view), _PIECE_BYTES):
-        stream.write(view[start : start + _PIECE_BYTES], seconds)
-    return connection.parser.end_answer(view)
-
-
-def _reset(connection: socket.socket) -> None:
-    """Close a connection without keeping its address in use."""
-    with suppress(OSError):
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
-    connection.close()
+        several = self._by_root[connection.member.root]
+        with self._lock:
+            several.remove(connection)
+            is_last = not several
+        connection.sock.close()
+        if is_last:
+            self._on_presence(connection.member.name, False)

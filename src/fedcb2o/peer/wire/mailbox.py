@@ -17,42 +17,34 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
-from urllib3.exceptions import HTTPError
-from urllib3.exceptions import TimeoutError as WaitedTooLongError
+from urllib3.exceptions import EmptyPoolError, HTTPError
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.peer.membership.federation import MAX_FILE_BYTES
 from fedcb2o.peer.membership.identity import Identity, Member
-from fedcb2o.peer.wire.dialer import CONNECT_SECONDS, Pool, tls_error
+from fedcb2o.peer.wire.dialer import CONNECT_SECONDS, Pool
 from fedcb2o.peer.wire.http_requests import HttpRequest
 from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.tls import client_context, remote_member
 
-MAX_MESSAGE_BYTES = 2**21 + 2**12
-"""Longest message: an answer, sealed."""
-MAX_TAKEN_BYTES = 2**23
-"""Size of the messages that one call returns, except the last one."""
-MAX_REPLY_BYTES = MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES
-"""Longest reply of a relay."""
-MIN_COUNTED_BYTES = 2**16
-"""Size as which a shorter message counts in a box."""
-MAX_TAKEN_MESSAGES = 2**10
-"""Messages in one reply of a relay; further ones wait in the box."""
-_MAX_CARDS = 2**13
-"""Cards in one reply of a relay: two of each member."""
+MAX_MESSAGE_BYTES = 2**21 + 2**12  # longest message: an answer, sealed
+MAX_TAKEN_BYTES = 2**23  # size of the messages that one call returns, except the last one
+MAX_REPLY_BYTES = MAX_TAKEN_BYTES + MAX_MESSAGE_BYTES  # longest reply of a relay
+MIN_COUNTED_BYTES = 2**16  # size as which a shorter message counts in a box
+MAX_TAKEN_MESSAGES = 2**10  # messages in one reply of a relay; further ones wait in the box
+_MAX_CARDS = 2**13  # cards in one reply of a relay: two of each member
 _MAX_CARDS_BYTES = 2**21
 _MAX_STATUS_BYTES = 2**10
 _MAX_FORMER_BYTES = MAX_FILE_BYTES + 2**8
 _MAX_VERSION_BYTES = 2**10
-_FULL_SECONDS = 0.05, 0.4
-"""First and longest pause before a message is sent to a full box again."""
+_FULL_SECONDS = 0.05, 0.4  # first and longest pause before a message is sent to a full box again
 _MAX_CONNECTIONS = 16
-FORMER_MEMBER = 410
-"""Status of a relay's reply to a former member, with the federation's file."""
+FORMER_MEMBER = 410  # status of a relay's reply to a former member, with the federation's file
 PROXY_CA = "FEDCB2O_PROXY_CA"
 """Variable with the file of the authority of a proxy that ends TLS on the way to a relay."""
 _CONTEXT = b"fedcb2o relay request v1\0"
@@ -72,54 +64,28 @@ class FormerMemberError(PermissionError):
         self.file = file
 
 
-class Mailbox(Protocol):
-    """Interface of a mailbox; its methods raise OSError if it cannot be reached."""
+class RelayMailbox:
+    """Mailbox of a relay, over HTTPS connections that this member opens.
+
+    Methods raise OSError if it cannot be reached. `FolderMailbox` has the same ones.
+    """
+
+    def __init__(self, relay: Member, identity: Identity) -> None:
+        self.relay = relay
+        self._identity = identity
+        self._pool: Pool | None = None
+        self._lock = threading.Lock()
+        self._closed = False
 
     def publish_card(self, name: str, card: bytes) -> None:
         """Store this member's card, which replaces an earlier one; an empty one removes it.
 
         The name is "MEMBER.run" of a node, "MEMBER.check" of a check.
         """
-        ...
-
-    def cards(self) -> dict[str, bytes]:
-        """Return all cards by name."""
-        ...
-
-    def put(self, box: str, message: bytes, seconds: float) -> None:
-        """Store a message for a session within `seconds`.
-
-        `box` is "MEMBER/SESSION" of the receiver.
-        """
-        ...
-
-    def take(self, box: str, seconds: float) -> list[bytes]:
-        """Return and remove the messages of a session, the oldest first.
-
-        `box` is "MEMBER/SESSION" of this process. The first message is waited for up to `seconds`.
-        """
-        ...
-
-    def close(self) -> None:
-        """Close all connections."""
-        ...
-
-
-class RelayMailbox:
-    """Mailbox of a relay, over HTTPS connections that this member opens."""
-
-    def __init__(self, relay: Member, identity: Identity) -> None:
-        self.relay = relay
-        self._identity = identity
-        self._pool: Pool | None = None
-        self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        self._lock = threading.Lock()
-        self._closed = False
-
-    def publish_card(self, name: str, card: bytes) -> None:
         self._call("PUT", f"cards/{name}", CONNECT_SECONDS, body=card)
 
     def cards(self) -> dict[str, bytes]:
+        """Return all cards by name."""
         reply = self._call("GET", "cards", CONNECT_SECONDS, _MAX_CARDS_BYTES)
         entries = split_messages(reply, 2 * _MAX_CARDS)
         names = [entry.decode("ascii", "replace") for entry in entries[::2]]
@@ -138,6 +104,7 @@ class RelayMailbox:
         return content if isinstance(content, dict) else {}
 
     def put(self, box: str, message: bytes, seconds: float) -> None:
+        """Store a message for the session of a receiver, in its box "MEMBER/SESSION"."""
         end = time.monotonic() + seconds
         pause, longest = _FULL_SECONDS
         while True:
@@ -152,11 +119,13 @@ class RelayMailbox:
                 pause = min(2 * pause, longest)
 
     def take(self, box: str, seconds: float) -> list[bytes]:
+        """Return and remove the messages of an own session; wait up to `seconds` for the first."""
         resource = f"boxes/{box}?wait={seconds:.3f}"
         reply = self._call("GET", resource, seconds + CONNECT_SECONDS, MAX_REPLY_BYTES)
         return split_messages(reply, MAX_TAKEN_MESSAGES)
 
     def close(self) -> None:
+        """Close all connections."""
         self._closed = True
         self._renew()
 
@@ -169,29 +138,25 @@ class RelayMailbox:
         body: bytes | None = None,
     ) -> bytes:
         """Send one signed request; return the content of the reply."""
-        end = time.monotonic() + seconds
-        if not self._free.acquire(timeout=seconds):
-            raise TimeoutError("all connections to the relay are busy")
+        target, headers = self._signed(method, resource)
         try:
-            pool = self._connected_pool()
-            target, headers = self._signed(method, resource)
-            code, content = pool.exchange(
+            code, content = self._connected_pool().exchange(
                 method,
                 target,
-                end=end,
+                end=time.monotonic() + seconds,
                 # The reply to a former member may be longer.
                 max_bytes=max(max_bytes, _MAX_FORMER_BYTES),
                 headers=headers,
                 body=body,
             )
+        except EmptyPoolError:
+            raise TimeoutError("all connections to the relay are busy") from None
         except HTTPError as error:
             # The certificate may have been renewed, or a proxy may have changed.
             self._renew()
-            raise _os_error(error) from error
+            raise ConnectionError(str(error)) from error
         except MalformedError:
             raise ConnectionAbortedError("the reply is too long") from None
-        finally:
-            self._free.release()
         if code == FORMER_MEMBER:
             raise FormerMemberError(content)
         if code == 429:
@@ -218,15 +183,14 @@ class RelayMailbox:
                 raise ConnectionError("the mailbox is closed")
             if self._pool is None:
                 context = client_context(self._identity, self.relay)
-                authority = os.environ.get(PROXY_CA)
-                if authority:
+                check: Callable[[ssl.SSLSocket], object]
+                check = partial(remote_member, members=[self.relay])
+                if authority := os.environ.get(PROXY_CA):
                     _trust(context, authority)
-                check = (lambda connection: None) if authority else self._check
+                    # The proxy shows a certificate of its own.
+                    check = lambda connection: None  # noqa: E731
                 self._pool = Pool(self.relay, context, _MAX_CONNECTIONS, check)
             return self._pool
-
-    def _check(self, connection: ssl.SSLSocket) -> None:
-        remote_member(connection.getpeercert(True) or b"", [self.relay])
 
     def _renew(self) -> None:
         with self._lock:
@@ -250,17 +214,6 @@ def _trust(context: ssl.SSLContext, authority: str) -> None:
             f"{PROXY_CA}={authority} cannot be read as certificates in PEM: "
             f"{error.strerror or error}"
         ) from error
-
-
-def _os_error(error: HTTPError) -> OSError:
-    """Return an error of urllib3 as one of the operating system or of TLS."""
-    if (failure := tls_error(error)) is not None:
-        return failure
-    causes = (*error.args, error.__cause__)
-    cause = next((one for one in causes if isinstance(one, OSError)), None)
-    if isinstance(error, WaitedTooLongError) and cause is None:
-        return TimeoutError("the relay does not answer")
-    return cause or ConnectionError(str(error))
 
 
 def read_signed_target(
@@ -289,10 +242,7 @@ def join_messages(messages: Iterable[bytes]) -> bytes:
 
 
 def split_messages(content: bytes | memoryview, max_count: int) -> list[bytes]:
-    """Split what `join_messages` made.
-
-    An incomplete end is left out, and messages beyond `max_count`.
-    """
+    """Split joined messages; leave out an incomplete end, and those beyond `max_count`."""
     messages = list[bytes]()
     position = 0
     while position + 4 <= len(content) and len(messages) < max_count:

@@ -3,10 +3,8 @@
 import threading
 import time
 
-REQUEST_BURST = 2048
-"""Requests of one member that are read at once."""
-REQUESTS_PER_SECOND = 400
-"""Requests of one member that are read later."""
+REQUEST_BURST = 2048  # requests of one member that are read at once
+REQUESTS_PER_SECOND = 400  # requests of one member that are read later
 
 
 class Pace:

@@ -30,10 +30,8 @@ class Backoff:
     """Suspension of peers that repeatedly delay rounds.
 
     A peer stalls if it answers late, or never, or if three rounds in a row went on without it
-    although it was not late yet. After its first stall it is not asked for one
-    round, then 3, 7 and so on. Each model that arrives in time removes one stall. A peer that
-    always stalls therefore delays a few rounds instead of every round, and a peer that was slow
-    for a while is asked again.
+    although it was not late yet. After its first stall it is not asked for one round, then 3, 7 and
+    so on. Each model that arrives in time removes one stall.
     """
 
     def __init__(self) -> None:
@@ -121,7 +119,8 @@ class Wait:
     """Rules by which one round waits for models.
 
     The peers were asked at `start`. Models are missing after `deadline`. Waiting costs nothing
-    until `free_until`.
+    until `free_until`. A round waits until the deadline, or until half of the `asked` peers
+    answered. Those that stalled before do not count.
 
     Example:
         >>> wait = Wait(Patience(), start=0.0, deadline=60.0, free_until=0.0)
@@ -172,18 +171,11 @@ class Wait:
         return max(self.start + min(seconds, (self.deadline - self.start) / 2), self.free_until)
 
     def has_enough(self, asked: int) -> bool:
-        """Check that half of the asked peers answered, with or without a model.
-
-        Peers that stalled before do not count in `asked`.
-        """
+        """Check that half of the asked peers answered, with or without a model."""
         return self.num_answers >= math.ceil(asked / 2)
 
     def uncharged_end(self, asked: int) -> float:
-        """Return the time after which further waiting is charged.
-
-        It is the deadline, until half of the peers answered. Peers that stalled before do not count
-        in `asked`.
-        """
+        """Return the time after which further waiting is charged."""
         if not self.has_enough(asked):
             return self.deadline
         usual = self.median_seconds
@@ -193,16 +185,13 @@ class Wait:
         return min(max(end, self.free_until), self.deadline)
 
     def end(self, asked: int, pending: Iterable[int] = ()) -> float:
-        """Return the time at which the round goes on without the missing models.
+        """Return the time at which the round goes on without the models of `pending` peers.
 
-        Credit is spent only if it is likely to suffice for one of them. It is the deadline, until
-        half of the peers answered. Peers that stalled before do not count in `asked`. `pending` has
-        the peers with missing models.
+        Credit is spent only if it is likely to suffice for one of them.
         """
         uncharged_end = self.uncharged_end(asked)
         end = min(uncharged_end + self.patience.credit, self.deadline)
         expected = (self.patience.expected.get(peer, 0.0) for peer in pending)
-        # Credit that does not suffice would be spent for nothing.
         if any(min(self.start + seconds, self.deadline) <= end for seconds in expected):
             return end
         return uncharged_end

@@ -26,6 +26,8 @@ from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.tls import client_context, remote_member
 
 _TIMEOUT_SECONDS = 5.0
+_CLOSED = ("EOF occurred", "reset", "Remote end closed")
+"""Errors of a connection that the other end closes."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def probe_member(
     expiries = list[datetime]()
 
     def note_certificate(connection: ssl.SSLSocket) -> None:
-        expiries.append(remote_member(connection.getpeercert(True) or b"", [member])[1])
+        expiries.append(remote_member(connection, [member])[1])
 
     is_refused = False
     try:
@@ -72,12 +74,13 @@ def probe_member(
     except ConfigError as problem:
         error = str(problem)
     except (HTTPError, OSError, ValueError) as problem:
-        is_refused = _is_alert(problem)
+        is_refused = is_refusal(problem)
         error = describe_failure(member, problem, program, has_linked=bool(expiries))
     return ProbeResult(error, expiries[-1] if expiries else None, is_refused)
 
 
-def _is_alert(error: BaseException) -> bool:
+def is_refusal(error: BaseException) -> bool:
+    """Say whether the other end refused the certificate of this one."""
     failure = tls_error(error)
     return failure is not None and "ALERT" in (failure.reason or "")
 
@@ -85,10 +88,9 @@ def _is_alert(error: BaseException) -> bool:
 def describe_failure(
     member: Member, error: Exception, program: str, *, has_linked: bool = False
 ) -> str:
-    """Describe why no request reached a member, and what to do.
-
-    With `has_linked` the member's certificate was accepted.
-    """
+    """Describe why no request reached a member or relay, whose certificate may have been seen."""
+    if isinstance(error, OSError) and isinstance(error.__cause__, HTTPError):
+        error = error.__cause__
     place = member.endpoint
     proxy = proxy_of(str(parse_endpoint(place)[0])).rpartition("@")[2]
     failure = tls_error(error)
@@ -114,7 +116,7 @@ def describe_failure(
             f"{place} refuses connections: start {program} there, or open its port (or it has "
             "finished)"
         )
-    if has_linked:
+    if has_linked or any(text in str(error) for text in _CLOSED):
         kind = "does not answer" if isinstance(error, ReadTimeoutError) else "closes the connection"
         return (
             f"{place} {kind}: it is busy or ending, or has fedcb2o 0.2 or older: 0.3 speaks HTTPS, "

@@ -15,10 +15,15 @@ import base64
 import hashlib
 import json
 import re
+import secrets
 import struct
+import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from enum import IntEnum
+from contextlib import suppress
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+from functools import partial
+from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
 from fedcb2o.peer.membership.federation import Federation
@@ -44,43 +49,25 @@ MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
 REQUEST_CONTEXT = b"fedcb2o request v2\0"
 HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
-_HEAD = struct.Struct("<7sBBB")  # magic, version, 1 for a manifest, and the model's encoding
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
 _MANIFEST_FIELDS = (
     "encoding", "run", "agent", "round", "dim", "num_samples", "base", "size", "sha256",
 )  # fmt: skip
 """Fields in this order, after magic, version and type, and before the number of chunks."""
 MAX_REQUEST_BYTES = 2**9
-_REQUEST = re.compile(
-    rb"GET /v1/(?:hello\?key=(?P<key>[0-9a-f]{64})|manifest\?round=(?P<round>[0-9]{1,10})"
-    rb"|models/(?P<model>[0-9a-f]{64})|witness\?agent=(?P<index>[0-9]{1,10})"
-    rb"&round=(?P<witness>[0-9]{1,10})&digest=(?P<digest>[0-9a-f]{64}))"
-    rb"[?&]run=(?P<run>[0-9a-f]{64})&from=(?P<sender>[0-9]{1,10})&to=(?P<receiver>[0-9]{1,10})"
-    rb"&nonce=(?P<nonce>[0-9a-f]{32})"
-    rb"(?:\nRange: bytes=(?P<first>[0-9]{1,15})-(?P<last>[0-9]{0,15}))?"
-    rb"\nAuthorization: Ed25519 (?P<signature>[A-Za-z0-9+/]{86}==)"
-)
+_AUTHORIZATION = b"\nAuthorization: Ed25519 "
 _OTHER_VERSION = re.compile(rb"[A-Z]{3,4} /v(?!1/)[0-9]{1,3}/")
 MAX_MANIFEST_BYTES = _MANIFEST.size + 32 * MAX_CHUNKS + SIGNATURE_BYTES
 MAX_OFFER_BYTES = 4 * MAX_MANIFEST_BYTES // 3 + 2**14
 
 
-class RequestKind(IntEnum):
-    """Content that a request asks for."""
+class RequestKind(StrEnum):
+    """Resource that a request asks for."""
 
-    HELLO = 1  # the receiver's description of itself
-    MANIFEST = 2  # of its newest model
-    MODEL = 3  # the bytes of a model, or a part of them
-    WITNESS = 4  # the manifest of another agent, as received
-
-
-_KINDS = {
-    "key": RequestKind.HELLO,
-    "round": RequestKind.MANIFEST,
-    "model": RequestKind.MODEL,
-    "index": RequestKind.WITNESS,
-}
-"""Kinds of requests by the field that only they have."""
+    HELLO = "hello"  # the receiver's description of itself
+    MANIFEST = "manifest"  # of its newest model
+    MODEL = "models"  # the bytes of a model, or a part of them
+    WITNESS = "witness"  # the manifest of another agent, as received
 
 
 class AnswerStatus(IntEnum):
@@ -134,32 +121,15 @@ class Manifest:
     chunks: tuple[bytes, ...]
 
     @classmethod
-    def from_content(
-        cls,
-        content: BytesLike,
-        *,
-        run: bytes,
-        agent: int,
-        round: int,
-        dim: int,
-        num_samples: int,
-        encoding: int,
-        base: bytes,
-    ) -> "Manifest":
-        """Create the manifest of an encoded model; `round` counts from 0."""
+    def from_content(cls, content: BytesLike, **fields: Any) -> "Manifest":
+        """Create the manifest of an encoded model from the `fields` that it does not imply."""
         view = memoryview(content).cast("B")
         chunks = (view[k : k + CHUNK_BYTES] for k in range(0, len(view), CHUNK_BYTES))
         return cls(
-            run=run,
-            agent=agent,
-            round=round,
-            dim=dim,
-            num_samples=num_samples,
-            encoding=encoding,
-            base=base,
             size=len(view),
             sha256=hashlib.sha256(view).digest(),
             chunks=tuple(hashlib.sha256(chunk).digest() for chunk in chunks),
+            **fields,
         )
 
     @property
@@ -193,11 +163,15 @@ def num_chunks(size: int) -> int:
 def decode_manifest(
     data: BytesLike, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[Manifest, bytes, bytes]:
-    """Decode a signed manifest; only its layout is checked.
-
-    Its body and unverified signature are returned too.
-    """
-    _check_header(data)
+    """Decode a manifest by its layout only; return it, its body, and its unverified signature."""
+    header = bytes(data[: len(_MAGIC) + 2])
+    if len(header) <= len(_MAGIC) or not header.startswith(_MAGIC):
+        raise MalformedError("malformed")
+    # Another version may have another header, of which nothing else is read.
+    if header[len(_MAGIC)] != _VERSION:
+        raise MalformedError("version")
+    if header[-1] != _MANIFEST_TYPE:
+        raise MalformedError("malformed")
     if len(data) > max_bytes:
         raise MalformedError("length")
     count = (len(data) - _MANIFEST.size - SIGNATURE_BYTES) // 32
@@ -218,10 +192,7 @@ def decode_manifest(
 def verify_member_manifest(
     data: BytesLike, federation: Federation, *, max_bytes: int = MAX_MANIFEST_BYTES
 ) -> tuple[str, Manifest | None]:
-    """Decode a manifest from any sender, and verify its signature for this run.
-
-    A rejected one is returned as its reason and None, another one with an empty text.
-    """
+    """Return an empty text and a manifest that a member signed for this run, or a reason."""
     try:
         manifest, body, signature = decode_manifest(data, max_bytes=max_bytes)
     except MalformedError as error:
@@ -249,11 +220,10 @@ def validate_manifest(
     encoding: int = 0,
     base: bytes = ZERO_DIGEST,
 ) -> tuple[str, Manifest | None]:
-    """Decode a manifest and check that its model can be accepted.
+    """Return an empty text and a manifest whose model can be accepted, or a reason and None.
 
-    A rejected one is returned as its reason and None, another one with an empty text. The reasons
-    are, in this order: malformed, version, length (bytes that cannot be decoded), member,
-    signature, run, agent, round, size, dtype.
+    The reasons are, in this order: malformed, version, length (bytes that cannot be decoded),
+    member, signature, run, agent, round, size, dtype.
 
     `max_bytes` and `min_bytes` bound an encoded model, and `max_bytes` time and memory. `min_round`
     is the round of the last manifest accepted from the asked agent. `base` is the expected digest
@@ -301,7 +271,7 @@ class Request:
     run: bytes
     sender: int
     receiver: int
-    nonce: bytes
+    nonce: bytes = field(default_factory=partial(secrets.token_bytes, 16))
     round: int = 0
     index: int = 0
     digest: bytes = ZERO_DIGEST
@@ -312,14 +282,14 @@ class Request:
     def body(self) -> bytes:
         """The signed encoding: the method and the target, then the range."""
         digest = self.digest.hex()
-        resource = {
-            RequestKind.HELLO: f"hello?key={digest}&",
-            RequestKind.MANIFEST: f"manifest?round={self.round}&",
-            RequestKind.MODEL: f"models/{digest}?",
-            RequestKind.WITNESS: f"witness?agent={self.index}&round={self.round}&digest={digest}&",
+        query = {
+            RequestKind.HELLO: f"?key={digest}&",
+            RequestKind.MANIFEST: f"?round={self.round}&",
+            RequestKind.MODEL: f"/{digest}?",
+            RequestKind.WITNESS: f"?agent={self.index}&round={self.round}&digest={digest}&",
         }[self.kind]
         ends = f"run={self.run.hex()}&from={self.sender}&to={self.receiver}"
-        text = f"GET /v1/{resource}{ends}&nonce={self.nonce.hex()}"
+        text = f"GET /v1/{self.kind}{query}{ends}&nonce={self.nonce.hex()}"
         if self.first or self.last is not None:
             text += f"\nRange: bytes={self.first}-{'' if self.last is None else self.last}"
         return text.encode()
@@ -327,45 +297,82 @@ class Request:
     def encode(self, sign: _Signer) -> bytes:
         """Return the body, then a line with its signature."""
         body = self.body
-        signature = base64.b64encode(sign(REQUEST_CONTEXT + body))
-        return body + b"\nAuthorization: Ed25519 " + signature
+        return body + _AUTHORIZATION + base64.b64encode(sign(REQUEST_CONTEXT + body))
 
 
 def decode_request(data: BytesLike) -> tuple[Request, bytes, bytes]:
-    """Decode a signed request; only its form is checked.
-
-    Its body and unverified signature are returned too.
-    """
+    """Decode a request by its form only; return it, its body, and its unverified signature."""
     if len(data) > MAX_REQUEST_BYTES:
         raise MalformedError("malformed")
-    match = _REQUEST.fullmatch(bytes(data))
-    if match is None:
+    body, _, encoded = bytes(data).partition(_AUTHORIZATION)
+    try:
+        target, _, part = body.decode("ascii").partition("\nRange: bytes=")
+        path, _, query = target.removeprefix("GET /v1/").partition("?")
+        kind, _, model = path.partition("/")
+        fields = dict(pair.split("=") for pair in query.split("&"))
+        first, _, last = part.partition("-")
+        digest = model or fields.get("key") or fields.get("digest") or ZERO_DIGEST.hex()
+        signature = base64.b64decode(encoded)
+        request = Request(
+            kind=RequestKind(kind),
+            run=bytes.fromhex(fields["run"]),
+            sender=int(fields["from"]),
+            receiver=int(fields["to"]),
+            nonce=bytes.fromhex(fields["nonce"]),
+            round=int(fields.get("round", 0)),
+            index=int(fields.get("agent", 0)),
+            digest=bytes.fromhex(digest),
+            first=int(first or 0),
+            last=int(last) if last else None,
+        )
+    except (ValueError, KeyError):
         # Another version may have another form, of which nothing else is read.
-        raise MalformedError("version" if _OTHER_VERSION.match(data) else "malformed")
-    fields = match.groupdict()
-    kind = next(kind for name, kind in _KINDS.items() if fields[name] is not None)
-    last = fields["last"]
-    request = Request(
-        kind=kind,
-        run=bytes.fromhex(fields["run"].decode()),
-        sender=int(fields["sender"]),
-        receiver=int(fields["receiver"]),
-        nonce=bytes.fromhex(fields["nonce"].decode()),
-        round=int(fields["round"] or fields["witness"] or 0),
-        index=int(fields["index"] or 0),
-        digest=bytes.fromhex((fields["key"] or fields["model"] or fields["digest"] or b"").decode())
-        or ZERO_DIGEST,
-        first=int(fields["first"] or 0),
-        last=int(last) if last else None,
-    )
-    body = bytes(data[: match.start("signature") - len(b"\nAuthorization: Ed25519 ")])
-    signature = base64.b64decode(fields["signature"])
-    may_have_part = request.kind is RequestKind.MODEL or b"\n" not in body
+        reason = "version" if _OTHER_VERSION.match(data) else "malformed"
+        raise MalformedError(reason) from None
+    # Only one form of each request is valid: that in which it is encoded here.
+    is_canonical = request.body == body and base64.b64encode(signature) == encoded
+    sizes = [len(one) for one in (request.run, request.nonce, request.digest, signature)]
     numbers = (request.sender, request.receiver, request.round, request.index)
-    is_canonical = base64.b64encode(signature) == fields["signature"] and request.body == body
-    if not (is_canonical and may_have_part and max(numbers) < 2**32):
+    are_valid = sizes == [32, 16, 32, SIGNATURE_BYTES] and 0 <= min(numbers) <= max(numbers) < 2**32
+    is_part = request.kind is RequestKind.MODEL and max(request.first, request.last or 0) < 10**15
+    if not (is_canonical and are_valid and (is_part or not part)):
         raise MalformedError("malformed")
     return request, body, signature
+
+
+class Question:
+    """A request that waits for its answer until the monotonic time `end`."""
+
+    def __init__(self, end: float = 0.0) -> None:
+        self.end = end
+        self._answers = SimpleQueue[Answer | None]()
+
+    def put(self, answer: "Answer | None") -> None:
+        """Note the answer, or None if none will come; the first one counts."""
+        if self._answers.empty():
+            self._answers.put(answer)
+
+    def answer(self) -> "Answer | None":
+        """Wait for the answer, once."""
+        with suppress(Empty):
+            return self._answers.get(timeout=max(0.0, self.end - time.monotonic()))
+        return None
+
+
+class Responder:
+    """Function that is called once, with the default arguments if it is dropped before."""
+
+    def __init__(self, respond: Callable[..., None], *default: Any) -> None:
+        self._respond: Callable[..., None] | None = respond
+        self._default = default
+
+    def __call__(self, *arguments: Any) -> None:
+        respond, self._respond = self._respond, None
+        if respond is not None:
+            respond(*arguments)
+
+    def __del__(self) -> None:
+        self(*self._default)
 
 
 @dataclass(frozen=True)
@@ -398,10 +405,7 @@ def decode_status(code: int) -> AnswerStatus:
 
 
 def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
-    """Encode the content of an answer to MANIFEST as JSON.
-
-    It has at most 64 digests of other agents' manifests.
-    """
+    """Encode the answer to MANIFEST, with at most 64 digests of other agents' manifests."""
     seen = [[agent, n, digest.hex()] for agent, n, digest in digests]
     return json.dumps({"manifest": base64.b64encode(signed).decode(), "seen": seen}).encode()
 
@@ -428,10 +432,7 @@ def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
 
 
 def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> bytes:
-    """Encode and sign the content of an answer to HELLO.
-
-    It is JSON with sorted keys and without spaces, then the signature.
-    """
+    """Encode the answer to HELLO: JSON with sorted keys and without spaces, then a signature."""
     text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
     # The nonce is signed too, so that an old answer cannot be sent again.
     return text + sign(HELLO_CONTEXT + nonce + text)
@@ -452,14 +453,3 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
     if not isinstance(content, dict):
         raise MalformedError("malformed")
     return content
-
-
-def _check_header(data: BytesLike) -> None:
-    """Check the header of a manifest, the version first."""
-    if len(data) <= len(_MAGIC) or data[: len(_MAGIC)] != _MAGIC:
-        raise MalformedError("malformed")
-    # Another version may have another header, of which nothing else is read.
-    if data[len(_MAGIC)] != _VERSION:
-        raise MalformedError("version")
-    if len(data) < _HEAD.size or data[8] != _MANIFEST_TYPE:
-        raise MalformedError("malformed")

@@ -14,21 +14,17 @@ import tempfile
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire.http_requests import HttpRequest, problem
-from fedcb2o.peer.wire.listener import (
-    Listener,
-    Responder,
-    open_listening_socket,
-    raise_descriptor_limit,
-)
+from fedcb2o.peer.wire.http_requests import HttpRequest
+from fedcb2o.peer.wire.listener import Listener, open_listening_socket, raise_descriptor_limit
 from fedcb2o.peer.wire.mailbox import (
     BOX_NAME,
     CARD_NAME,
@@ -40,36 +36,35 @@ from fedcb2o.peer.wire.mailbox import (
     read_signed_target,
 )
 from fedcb2o.peer.wire.pace import Pace
-from fedcb2o.peer.wire.protocol import BytesLike
+from fedcb2o.peer.wire.protocol import BytesLike, Responder
 from fedcb2o.peer.wire.sealing import CARD_BYTES
 from fedcb2o.peer.wire.transport import federation_state
 
 _LOGGER = logging.getLogger(__name__)
 _MAX_STORED_BYTES = 2**23
 """Size of the messages of one sender that wait in one box; a short one counts as 64 KiB."""
-_MAX_BOXES = 4
-"""Boxes of one member, one for each of its processes."""
+_MAX_BOXES = 4  # boxes of one member, one for each of its processes
 _MAX_WAITING = 4
 """Requests of one member that wait for messages at once; further ones get a reply at once."""
-_CARDS_SECONDS = 0.02
-"""Age at which cards are read again."""
-_MAX_CONNECTIONS = 32
-"""Connections of one member; the newest remain."""
-_MAX_NONCES = 2**11
-"""Remembered nonces of one member."""
+_CARDS_SECONDS = 0.02  # age at which cards are read again
+_MAX_CONNECTIONS = 32  # connections of one member; the newest remain
+_MAX_NONCES = 2**11  # remembered nonces of one member
 _FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0
 """Requests of one former member that are answered at once, and later."""
 _FORMER_QUIET_SECONDS = 10.0
 """Time without a connection of a former member, after which the log has a line of the next one."""
 _MAX_TAKE_SECONDS = 30.0
 _SWEEP_SECONDS = 60.0
-_STORE_POLL_SECONDS = 1.0
-"""Time between two looks into the folder, in which only the relay writes."""
+_STORE_POLL_SECONDS = 1.0  # time between two looks into the folder, in which only the relay writes
 _PLACE = re.compile(
     r"/v1/(cards|boxes|federation)(?:/([a-z0-9./-]{1,120}))?(?:\?wait=([0-9.]{1,8}))?"
 )
 
-
+_OUTCOMES: dict[str, tuple[int, bytes | str]] = {
+    "stored": (200, b""),
+    "full": (429, "the box is full"),
+    "no box": (404, "no such box"),
+}
 _MMAP_THRESHOLD = -3  # parameter of glibc's mallopt
 _MAX_KEPT_BYTES = 2**17
 
@@ -83,7 +78,7 @@ def release_freed_memory() -> None:
         ctypes.CDLL(None).mallopt(_MMAP_THRESHOLD, _MAX_KEPT_BYTES)
 
 
-class Relay:
+class Relay(Closeable):
     """Relay of one federation, whose members may connect.
 
     The relay's identity is its own, and no member. It listens at "HOST:PORT", by default the
@@ -110,18 +105,18 @@ class Relay:
         self._mailbox = FolderMailbox(
             place, names, poll_seconds=_STORE_POLL_SECONDS, max_messages=MAX_TAKEN_MESSAGES
         )
-        keys = {member.key for member in members}
-        former = {one.key: one for _, one in federation.former_members() if one.key not in keys}
         self._key = identity.member.key
         self._members = {member.key: member for member in members}
-        self._former = former
+        self._former = {member.key: member for _, member in federation.former_members()}
         self._former_seen: dict[str, float] = {}
         self._file = file_content(federation)
         self._state = federation_state(federation)
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in names}
         self._nonces = defaultdict[bytes, deque[bytes]](lambda: deque(maxlen=_MAX_NONCES))
         self._waiting = Counter[str]()  # requests that wait for messages, by member
-        self._stored = _StoredBytes(self._mailbox)
+        # Sizes of stored messages by box and sender, read from the folder between two takes.
+        self._sizes: dict[str, dict[str, int]] = {}
+        self._sender_locks = {name: threading.Lock() for name in names}
         self._cards = b""
         self._cards_read = -math.inf  # monotonic time
         self._counts = Counter[str]()
@@ -129,12 +124,12 @@ class Relay:
         self._overfilled = set[tuple[str, str]]()
         self._lock = threading.Lock()
         # Each connection has at most one request, so that no member makes others wait.
-        accepted = [*members, *former.values()]
+        accepted = [*members, *self._former.values()]
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS * len(accepted), "relay")
         roots = {member.root for member in members}
         paces = {
             one.root: Pace(_FORMER_BURST, _FORMER_PER_SECOND)
-            for one in former.values()
+            for one in self._former.values()
             if one.root not in roots
         }
         self._listener = Listener(
@@ -149,24 +144,18 @@ class Relay:
             on_presence=self._on_presence,
             paces=paces,
         )
-        self._listener.start()
 
     @property
     def is_listening(self) -> bool:
         """True while connections are accepted."""
         return self._listener.is_alive
 
-    def connections(self) -> dict[str, int]:
+    def connections(self) -> Mapping[str, int]:
         """Return the number of connections of each member by name."""
-        counts = self._listener.connections(self._members.values())
-        return {member.name: counts[member.name] for member in self._members.values()}
+        return self._listener.connections(self._members.values())
 
     def counts(self) -> Counter[str]:
-        """Return what was passed on so far.
-
-        Messages are "stored", or refused as "full" or for "no box". "bytes" are those of stored
-        messages.
-        """
+        """Return the messages "stored" so far, refused as "full" or for "no box", and "bytes"."""
         with self._lock:
             return self._counts.copy()
 
@@ -174,7 +163,7 @@ class Relay:
         """Serve until an event."""
         while not stop.wait(_SWEEP_SECONDS):
             self._mailbox.sweep()
-            self._stored.forget()
+            self._sizes.clear()
 
     def close(self) -> None:
         """Close all connections and remove a temporary folder."""
@@ -183,12 +172,6 @@ class Relay:
         self._pool.shutdown(wait=True, cancel_futures=True)
         if self._temporary is not None:
             self._temporary.cleanup()
-
-    def __enter__(self) -> "Relay":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
     def _signer(self, request: HttpRequest) -> Member | None:
         """Return the member, or former member, that signed a request, once."""
@@ -227,27 +210,23 @@ class Relay:
             self._log(logging.INFO, text, name)
 
     def _answer(self, member: Member, request: HttpRequest, respond: Responder) -> None:
-        code, content = FORMER_MEMBER, self._file
-        if member.key not in self._former:
-            try:
-                code, content = self._reply(member.name, request)
-            except Exception:
-                _LOGGER.exception("a request could not be handled")
-                code, content = 500, b"the request could not be handled"
-        if code == FORMER_MEMBER:
-            respond(code, [("content-type", "application/toml")], content)
+        if member.key in self._former:
+            respond(FORMER_MEMBER, self._file, [("content-type", "application/toml")])
             return
-        headers = [("retry-after", "1")] if code == 429 else []
-        respond(code, headers, problem(code, content.decode()) if code >= 400 else content)
+        code: int
+        content: bytes | str
+        try:
+            code, content = self._reply(member.name, request)
+        except Exception:
+            _LOGGER.exception("a request could not be handled")
+            code, content = 500, "the request could not be handled"
+        respond(code, content, [("retry-after", "1")] if code == 429 else ())
 
     def _log(self, level: int, text: str, member: str) -> None:
         _LOGGER.log(level, "relay: %s", text, extra={"data": {"member": member}})
 
-    def _reply(self, name: str, request: HttpRequest) -> tuple[int, bytes]:
-        """Carry out one request of a member; return the status and the content.
-
-        The content of an error is its description.
-        """
+    def _reply(self, name: str, request: HttpRequest) -> tuple[int, bytes | str]:
+        """Carry out a member's request; return the status, and the content or an error's text."""
         match = _PLACE.match(request.target)
         resource, place, seconds = match.groups(default="") if match else ("", "", "")
         command = f"{request.method} {resource}"
@@ -265,13 +244,16 @@ class Relay:
             self._keep_box(name, place)
             with suppress(ValueError):
                 return 200, join_messages(self._take(name, place, float(seconds or 0)))
-        return 403, b"no such request, or not of this member"
+        return 403, "no such request, or not of this member"
 
     def _all_cards(self) -> bytes:
         """Return all cards, which many members ask for at once."""
         now = time.monotonic()
         if now > self._cards_read + _CARDS_SECONDS:
-            self._cards = join_messages(self._card_entries())
+            cards = self._mailbox.cards().items()
+            self._cards = join_messages(
+                one for name, card in cards for one in (name.encode(), card)
+            )
             self._cards_read = now
         return self._cards
 
@@ -287,24 +269,15 @@ class Relay:
             with self._lock:
                 self._waiting[name] -= may_wait
         if messages:
-            self._stored.forget(box)
+            self._sizes.pop(box, None)
         return messages
 
-    def _card_entries(self) -> Iterable[bytes]:
-        for name, card in self._mailbox.cards().items():
-            yield name.encode()
-            yield card
-
-    def _store(self, sender: str, box: str, message: BytesLike) -> tuple[int, bytes]:
+    def _store(self, sender: str, box: str, message: BytesLike) -> tuple[int, bytes | str]:
         """Store a message, unless there is no such box or it has too many of this sender."""
         receiver = box.partition("/")[0]
-        outcome = "full"
-        if box not in self._boxes.get(receiver, {}):
-            outcome = "no box"
-        else:
-            with suppress(OSError):
-                if self._stored.put(box, message, sender):
-                    outcome = "stored"
+        outcome = "no box"
+        if box in self._boxes.get(receiver, {}):
+            outcome = self._put(sender, box, message)
         with self._lock:
             self._counts[outcome] += 1
             if outcome == "stored":
@@ -315,9 +288,20 @@ class Relay:
         if is_new:
             text = f"the box of {receiver} is full, and messages of {sender} are refused"
             self._log(logging.WARNING, text, receiver)
-        return {"stored": (200, b""), "full": (429, b"the box is full")}.get(
-            outcome, (404, b"no such box")
-        )
+        return _OUTCOMES[outcome]
+
+    def _put(self, sender: str, box: str, message: BytesLike) -> str:
+        # One message of a sender at a time: together several could pass the limit.
+        with self._sender_locks[sender], suppress(OSError):
+            sizes = self._sizes.setdefault(box, {})
+            if sender not in sizes:
+                sizes[sender] = self._mailbox.stored_bytes(box, sender)
+            size = max(len(message), MIN_COUNTED_BYTES)
+            if sizes[sender] + size <= _MAX_STORED_BYTES:
+                self._mailbox.put(box, message, 0.0, sender)
+                sizes[sender] += size
+                return "stored"
+        return "full"
 
     def _keep_box(self, name: str, box: str) -> None:
         """Note a member's box; its newest ones replace older ones."""
@@ -330,43 +314,4 @@ class Relay:
                 del boxes[old]
         for old in surplus:
             self._mailbox.remove_box(old)
-            self._stored.forget(old)
-
-
-class _StoredBytes:
-    """Sizes of stored messages by box and sender, read from the folder once between two takes."""
-
-    def __init__(self, mailbox: FolderMailbox) -> None:
-        self._mailbox = mailbox
-        self._sizes: dict[str, dict[str, int]] = {}
-        self._lock = threading.Lock()
-        self._sender_locks = defaultdict[str, threading.Lock](threading.Lock)
-
-    def put(self, box: str, message: BytesLike, sender: str) -> bool:
-        """Store a message and return True, unless the box has too many of this sender.
-
-        `box` is "MEMBER/SESSION" of the receiver. An OSError says that there is no such box, or
-        that the folder cannot be written.
-        """
-        with self._lock:
-            sender_lock = self._sender_locks[sender]
-        # One message of a sender at a time: together several could pass the limit.
-        with sender_lock:
-            with self._lock:
-                sizes = self._sizes.setdefault(box, {})
-            if sender not in sizes:
-                sizes[sender] = self._mailbox.stored_bytes(box, sender)
-            size = max(len(message), MIN_COUNTED_BYTES)
-            if sizes[sender] + size > _MAX_STORED_BYTES:
-                return False
-            self._mailbox.put(box, message, 0.0, sender)
-            sizes[sender] += size
-            return True
-
-    def forget(self, box: str | None = None) -> None:
-        """Read the sizes of a box, or of all, again, because messages were removed."""
-        with self._lock:
-            if box is None:
-                self._sizes.clear()
-            else:
-                self._sizes.pop(box, None)
+            self._sizes.pop(old, None)

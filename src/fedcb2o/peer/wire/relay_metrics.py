@@ -4,11 +4,12 @@ from collections import Counter
 from datetime import datetime
 from typing import Any
 
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer._metrics_server import MetricsServer
 from fedcb2o.peer.wire.relay import Relay
 
 
-class RelayMetrics:
+class RelayMetrics(Closeable):
     """Metrics and health of a relay, read when they are asked for.
 
     The port is that of 127.0.0.1; 0 takes any free one. `expires` is the expiry of the TLS
@@ -29,10 +30,7 @@ class RelayMetrics:
         self._last = Counter[str]()
         server.start()
 
-    def __enter__(self) -> "RelayMetrics":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def close(self) -> None:
         self._server.close()
 
     def health(self) -> dict[str, Any]:

@@ -6,29 +6,32 @@ relay is not trusted.
 """
 
 import hashlib
+import itertools
 import logging
-import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from queue import Empty, Queue
+from typing import TypeAlias
 
 from fedcb2o.errors import ConfigError
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer.membership.federation import Federation, file_content, removal_notice
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.dialer import LEASE_SECONDS
 from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
-from fedcb2o.peer.wire.mailbox import FormerMemberError, Mailbox, RelayMailbox
+from fedcb2o.peer.wire.mailbox import FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.probe import describe_failure, is_refusal
 from fedcb2o.peer.wire.protocol import (
-    MAX_REQUEST_BYTES,
     Answer,
     AnswerStatus,
     BytesLike,
     MalformedError,
+    Question,
+    Responder,
     decode_answer,
 )
 from fedcb2o.peer.wire.sealing import Card, Sealed, SealedKind, Session
@@ -40,13 +43,13 @@ from fedcb2o.peer.wire.transport import (
     RequestHandler,
 )
 
-_CARD_SECONDS = 0.5
-"""Time between two cards of one member."""
+Mailbox: TypeAlias = RelayMailbox | FolderMailbox
+
+_CARD_SECONDS = 0.5  # time between two cards of one member
 _TAKE_SECONDS = 5.0
 _RETRY_SECONDS = 0.5
 """Longest pause after a mailbox that cannot be reached; the first one is a fifth of it."""
-_FORMER_SECONDS = 5.0
-"""Pause after a relay that says that this member is none any more."""
+_FORMER_SECONDS = 5.0  # pause after a relay that says that this member is none any more
 _OUTAGE_SECONDS = 2.0
 """Time without a valid reply, after which requests end and the relay is asked less often."""
 _CPU_SHARE = 0.1
@@ -55,35 +58,14 @@ _READING_SHARE = 0.01
 """The same for versions of the federation that it shows to a member that is none any more."""
 _MAX_VERSIONS_BYTES = 2**16
 """Longest file with such versions that is read, unless this member's own file is long."""
-_MAX_GROWTH = 8
-"""Factor by which such a file may be longer than this member's own."""
-_MESSAGE_COST = 2**14
-"""Bytes that can be decrypted in the time that a message takes besides."""
-_WARNINGS = 4
-"""Lines of the log at once about a relay, then one in a minute."""
+_MAX_GROWTH = 8  # factor by which such a file may be longer than this member's own
+_MESSAGE_COST = 2**14  # bytes that can be decrypted in the time that a message takes otherwise
+_WARNINGS = 4  # lines of the log at once about a relay, then one in a minute
 _WARNINGS_PER_SECOND = 1 / 60
-_FORMER_MEMBER = -1
-"""Key of the pace of all former members together."""
+_FORMER_MEMBER = -1  # key of the pace of all former members together
 
 
-@dataclass
-class _Presence:
-    """Last card of a member and the time at which it last changed, if it changed."""
-
-    card: Card
-    changed: float = 0.0
-
-
-@dataclass
-class _Question:
-    """A request that waits for its answer: the asked session, and the end of the waiting."""
-
-    card: Card
-    answers: "Queue[bytes | None]"
-    end: float
-
-
-class Relayed:
+class Relayed(Closeable):
     """Transport through a mailbox; safe in any thread.
 
     A process that only checks (`is_checking`) may run while a node of the same member does.
@@ -121,10 +103,10 @@ class Relayed:
             if id != self._agent_id
             for kind in ("run", "check")
         }
-        self._presences: dict[str, _Presence] = {}
-        self._waiting: dict[int, _Question] = {}  # by their number
-        self._next_id = 0
-        self._lock = threading.Lock()
+        # Last cards, and the times at which they last changed, 0 for a card that did not change.
+        self._presences: dict[str, tuple[Card, float]] = {}
+        self._waiting: dict[int, tuple[Card, Question]] = {}  # by their number
+        self._ids = itertools.count(1)
         self._closed = threading.Event()
         self._warnings = Pace(_WARNINGS, _WARNINGS_PER_SECOND)
         self._reading = threading.Lock()
@@ -144,34 +126,23 @@ class Relayed:
         for thread in self._threads:
             thread.start()
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[Answer]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
         card = self._cards_by_peer().get(peer)
         if card is None or timeout <= 0:
-            return iter(())
-        end = time.monotonic() + timeout
-        answers: Queue[bytes | None] = Queue()
-        with self._lock:
-            self._next_id += 1
-            id = self._next_id
-            self._waiting[id] = _Question(card, answers, end)
+            return Question()
+        id = next(self._ids)
+        question = Question(time.monotonic() + timeout)
+        self._waiting[id] = card, question
         try:
             self._put(card, SealedKind.REQUEST, id, request, min(timeout, ASK_SECONDS))
         except (OSError, MalformedError):
-            self._waiting.pop(id, None)
-            return iter(())
-        return self._iterate_answers(id, answers, end)
+            self._end(id)
+        return question
 
-    def _iterate_answers(
-        self, id: int, answers: "Queue[bytes | None]", end: float
-    ) -> Iterator[Answer]:
-        try:
-            content = answers.get(timeout=max(0.0, end - time.monotonic()))
-            if content:
-                yield _read_answer(content)
-        except Empty:
-            return
-        finally:
-            self._waiting.pop(id, None)
+    def _end(self, id: int, answer: Answer | None = None) -> None:
+        """Answer a question, and forget it."""
+        _, question = self._waiting.pop(id, (None, Question()))
+        question.put(answer)
 
     def serve(self, handler: RequestHandler) -> None:
         self._handler = handler
@@ -195,12 +166,6 @@ class Relayed:
         if isinstance(self.mailbox, FolderMailbox):
             self.mailbox.remove_box(self._box)
 
-    def __enter__(self) -> "Relayed":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _cards_by_peer(self) -> dict[int, Card]:
         """Return the cards that changed lately; that of a node precedes that of a check."""
         cards: dict[int, Card] = {}
@@ -208,9 +173,9 @@ class Relayed:
             return cards
         oldest = time.monotonic() - LEASE_SECONDS
         # Sorted, because NAME.run comes after NAME.check and replaces it.
-        for _, presence in sorted(self._presences.copy().items()):
-            if presence.changed > oldest:
-                cards[presence.card.agent] = presence.card
+        for _, (card, changed) in sorted(self._presences.copy().items()):
+            if changed > oldest:
+                cards[card.agent] = card
         return cards
 
     def _put(
@@ -241,11 +206,8 @@ class Relayed:
                 if time.monotonic() > last_success + _OUTAGE_SECONDS:
                     self._closed.wait(_FORMER_SECONDS - pause)
             except OSError as error:
-                message = _describe(error)
-                is_new = not self.error or (_is_refusal(error) and message != self.error)
-                if is_new and not self._closed.is_set():
-                    self.error = message
-                    self._warn(message)
+                if (not self.error or is_refusal(error)) and not self._closed.is_set():
+                    self._note_failure(error)
             except Exception as error:
                 # The thread must go on.
                 self._warn("a message of the relay cannot be handled", error)
@@ -253,6 +215,15 @@ class Relayed:
                 self._end_requests()
             self._closed.wait(pause)
             pause = min(2 * pause, _RETRY_SECONDS)
+
+    def _note_failure(self, error: OSError) -> None:
+        reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        if isinstance(self.mailbox, RelayMailbox) and error.__cause__ is not None:
+            reason = describe_failure(self.mailbox.relay, error, "`fedcb2o peer relay`")
+        message = f"the relay or folder is tried again: {reason}"
+        if message != self.error:
+            self.error = message
+            self._warn(message)
 
     def _warn(self, message: str, error: Exception | None = None) -> None:
         """Log a line, unless the relay caused too many before."""
@@ -311,12 +282,12 @@ class Relayed:
         """Note a valid card; only a change within one session is a sign of life."""
         if card.is_former or name.partition(".")[0] != self._names[card.agent]:
             return
-        known = self._presences.get(name)
-        if known is None or known.card.key != card.key:
+        known, _ = self._presences.get(name, (None, 0.0))
+        if known is None or known.key != card.key:
             self._session.introduce(card)
-            self._presences[name] = _Presence(card)
-        elif card.count > known.card.count:
-            self._presences[name] = _Presence(card, time.monotonic())
+            self._presences[name] = card, 0.0
+        elif card.count > known.count:
+            self._presences[name] = card, time.monotonic()
 
     def _receive(self) -> None:
         """Handle the messages of this session's box, and pause after useless ones."""
@@ -341,30 +312,36 @@ class Relayed:
         return not sealed.card.is_former and self._on_answer(sealed)
 
     def _on_request(self, sealed: Sealed) -> bool:
-        is_long = len(sealed.content) > MAX_REQUEST_BYTES
         pace = self._paces[_FORMER_MEMBER if sealed.card.is_former else sealed.card.agent]
-        if self._handler is None or is_long or not pace.take():
+        if self._handler is None or not pace.take():
             return False
-        reply = _Reply(self, sealed)
         try:
-            self._handler(sealed.content, reply)
+            self._handler(sealed.content, Responder(partial(self._reply, sealed), None))
         except Exception:
             logging.getLogger(__name__).exception("a request could not be handled")
-            reply(None)
         return True
 
+    def _reply(self, request: Sealed, answer: Answer | None) -> None:
+        seconds = SEND_SECONDS if answer else ASK_SECONDS
+        content = b"" if answer is None else answer.encode()
+        # Otherwise the relay or the sender is gone.
+        with suppress(OSError, MalformedError):
+            if not self._closed.is_set():
+                self._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
+
     def _on_answer(self, sealed: Sealed) -> bool:
-        question = self._waiting.get(sealed.id)
-        if question is None or question.card.agent != sealed.card.agent:
+        card, _ = self._waiting.get(sealed.id, (None, None))
+        if card is None or card.agent != sealed.card.agent:
             return False
-        # A relay could send the same answer any number of times.
-        if question.answers.empty():
-            question.answers.put(sealed.content)
+        answer: Answer | None = Answer(AnswerStatus.MALFORMED)
+        with suppress(MalformedError):
+            answer = decode_answer(sealed.content) if sealed.content else None
+        self._end(sealed.id, answer)
         return True
 
     def _end_requests(self) -> None:
-        for question in list(self._waiting.values()):
-            question.answers.put(None)
+        for id in list(self._waiting):
+            self._end(id)
 
     def _end_lost_requests(self) -> None:
         """End the requests to sessions that ended, or that show no sign of life any more.
@@ -373,72 +350,16 @@ class Relayed:
         """
         now = time.monotonic()
         oldest = now - LEASE_SECONDS
-        keys = {one.card.key for one in self._presences.values() if one.changed > oldest}
-        for id, question in list(self._waiting.items()):
-            if question.card.key not in keys:
-                question.answers.put(None)
-            if question.end < now:
-                self._waiting.pop(id, None)
+        keys = {card.key for card, changed in self._presences.values() if changed > oldest}
+        for id, (card, question) in list(self._waiting.items()):
+            if card.key not in keys or question.end < now:
+                self._end(id)
 
 
 _UNPROVED = (
     "the relay no longer serves this member, and shows no later version of the federation with "
     "enough signatures that removes or changes it: ask its operator which file it has"
 )
-
-
-def _is_refusal(error: OSError) -> bool:
-    return isinstance(error, ssl.SSLError) and "ALERT" in (error.reason or "")
-
-
-def _describe(error: OSError) -> str:
-    if _is_refusal(error):
-        return (
-            "the relay refuses the certificate of this member: it has expired, or the relay holds "
-            "a federation.toml without this member: ask its operator which version it has"
-        )
-    if isinstance(error, ssl.SSLCertVerificationError):
-        return (
-            f"the certificate of the relay is not accepted ({error.verify_message}): its operator "
-            "renews it, or relay.member.toml is of another relay"
-        )
-    if isinstance(error, ssl.SSLEOFError | ConnectionError) and not isinstance(
-        error, ConnectionRefusedError
-    ):
-        return "the relay closes the connections of this member, and is tried again"
-    if isinstance(error.filename, str):
-        return f"{error.filename}: {error.strerror}: the folder cannot be used, and is tried again"
-    return f"the relay cannot be reached, and is tried again: {error.strerror or error}"
-
-
-class _Reply:
-    """Function that answers one request; without an answer the request ends with this object."""
-
-    def __init__(self, transport: Relayed, request: Sealed) -> None:
-        self._transport = transport
-        self._request = request
-        self._is_open = True
-
-    def __call__(self, answer: Answer | None) -> None:
-        if not self._is_open:
-            return
-        self._is_open = False
-        seconds = SEND_SECONDS if answer else ASK_SECONDS
-        request = self._request
-        with suppress(OSError, MalformedError):  # the relay or the sender is gone
-            content = b"" if answer is None else answer.encode()
-            self._transport._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
-
-    def __del__(self) -> None:
-        if not self._transport._closed.is_set():
-            self(None)
-
-
-def _read_answer(content: bytes) -> Answer:
-    try:
-        return decode_answer(content)
-    except MalformedError:
-        return Answer(AnswerStatus.MALFORMED)
 
 
 class Mixed:
@@ -449,7 +370,7 @@ class Mixed:
         self.relayed = relayed
         self.is_listening = True
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[Answer]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
         if peer in self.direct.connected_peers():
             return self.direct.ask(peer, request, timeout)
         return self.relayed.ask(peer, request, timeout)

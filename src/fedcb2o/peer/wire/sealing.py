@@ -37,18 +37,14 @@ _CARD = struct.Struct("<7sBB 32s I 32s Q")  # magic, version, 4, run, agent, ses
 _SEALED = struct.Struct("<7sBBB II QQ")  # magic, version, 5, kind, sender, receiver, id, count
 CARD_BYTES = _CARD.size + SIGNATURE_BYTES
 _HEAD_BYTES = _SEALED.size + CARD_BYTES
-SEALED_OVERHEAD = _HEAD_BYTES + 16
-"""Bytes of a sealed message around its content."""
+SEALED_OVERHEAD = _HEAD_BYTES + 16  # bytes of a sealed message around its content
 _MAX_SESSIONS = 64
 """Remembered sessions of one member; the newest remain. A forgotten one forgets its replays."""
-_MAX_SHOWN = 4
-"""Sessions of one member that are known by their cards alone; the newest remain."""
-_INTRODUCTIONS = 64
-"""Messages of unknown sessions of one member that are verified at once."""
+_MAX_SHOWN = 4  # sessions of one member that are known by their cards alone; the newest remain
+_INTRODUCTIONS = 64  # messages of unknown sessions of one member that are verified at once
 _INTRODUCTIONS_PER_SECOND = 4.0
 _REPLAY_WINDOW = 1024
-_MAX_FORMER_KEYS = 3
-"""Former keys of one member that are recognised; the newest remain."""
+_MAX_FORMER_KEYS = 3  # former keys of one member that are recognised; the newest remain
 
 
 class SealedKind(IntEnum):
@@ -100,10 +96,7 @@ class Replays:
         self._floor = -1
 
     def accept(self, count: int) -> bool:
-        """Remember a number.
-
-        False if it was seen before, or is older than all remembered numbers.
-        """
+        """Remember a number; False for one that was seen, or is older than all remembered ones."""
         if count <= self._floor or count in self._known:
             return False
         self._known.add(count)
@@ -132,9 +125,7 @@ class Session:
         self._identity_key = identity.member.key
         self._former_members: dict[int, list[Member]] = {}
         for id, member in federation.former_members():
-            current = federation.members.get(id)
-            if current is None or member.key != current.key:
-                self._former_members.setdefault(id, []).append(member)
+            self._former_members.setdefault(id, []).append(member)
         self._sign: Callable[[bytes], bytes] = identity.sign
         self._private = X25519PrivateKey.generate()
         self._key = self._private.public_key().public_bytes_raw()
@@ -200,10 +191,7 @@ class Session:
                 del shown[next(iter(shown))]
 
     def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
-        """Encrypt a message for one session of another member.
-
-        A session key that is no valid point is a MalformedError.
-        """
+        """Encrypt a message for a session; MalformedError if its key is no valid point."""
         channel = self._keep(card, self._channel(card))
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
@@ -211,10 +199,7 @@ class Session:
         return head + channel.sending.encrypt(_nonce(count), content, head)
 
     def open(self, data: BytesLike) -> Sealed:
-        """Verify and decrypt a message from a member to this session.
-
-        A repeated one is a MalformedError.
-        """
+        """Verify and decrypt a message to this session; MalformedError for a repeated one."""
         view = memoryview(data)
         if len(view) < SEALED_OVERHEAD:
             raise MalformedError("malformed")

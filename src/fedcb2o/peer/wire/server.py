@@ -10,12 +10,13 @@ Example:
     6
 """
 
+import itertools
 import logging
 import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -76,17 +77,17 @@ class Snapshot:
         return memoryview(self.content).cast("B")[first : None if last is None else last + 1]
 
 
-@dataclass(frozen=True)
+@dataclass
 class _ServerCounts:
     """Totals of a server.
 
     `answered` requests have OK. Sent bytes are by member, refused requests by reason.
     """
 
-    requests: int
-    answered: int
-    sent: Mapping[int, int]
-    refused: Mapping[str, int]
+    requests: int = 0
+    answered: int = 0
+    sent: Counter[int] = field(default_factory=Counter)
+    refused: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass
@@ -149,11 +150,7 @@ class Server:
         self._clock = clock
         self.incompatible: Collection[int] = ()
         self._ids = {member.key: id for id, member in federation.members.items()}
-        self._former_members = {
-            member.key: member
-            for _, member in federation.former_members()
-            if member.key not in self._ids
-        }
+        self._former_members = {member.key: member for _, member in federation.former_members()}
         # The newest first, with other snapshots for some members.
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
@@ -169,19 +166,15 @@ class Server:
         self._busy_since: dict[int, float] = {}  # start time of each busy thread
         self._threads: list[threading.Thread] = []
         self._closed = False
-        self._requests = 0
-        self._answered = 0
-        self._sent: Counter[int] = Counter()
-        self._refused: Counter[str] = Counter()
+        self._counts = _ServerCounts()
 
     @property
     def counts(self) -> _ServerCounts:
         """Totals so far."""
         with self._changed:
+            counts = self._counts
             # `+` leaves out members and reasons with 0.
-            sent = dict(+self._sent)
-            refused = dict(+self._refused)
-            return _ServerCounts(self._requests, self._answered, sent, refused)
+            return replace(counts, sent=+counts.sent, refused=+counts.refused)
 
     def publish(
         self, snapshot: Snapshot, overrides: Mapping[int, Snapshot | None] | None = None
@@ -196,36 +189,28 @@ class Server:
             self._ledger.record(snapshot.manifest)
         published = ((snapshot, dict(overrides or {})), *self._published)
         rounds = {entry.decoded_manifest.round for entry, _ in published}
-        served_rounds = sorted(rounds)[-2:]
-        self._published = tuple(
-            (entry, others)
-            for entry, others in published
-            if entry.decoded_manifest.round in served_rounds
-        )[:4]
+        served = sorted(rounds)[-2:]
+        fitting = (one for one in published if one[0].decoded_manifest.round in served)
+        self._published = tuple(itertools.islice(fitting, 4))
 
     def on_request(self, request: bytes, reply: Reply) -> None:
-        """Check a request and queue its answer, without waiting or raising.
-
-        Unsigned bytes get no answer.
-        """
+        """Check a request and queue its answer, without waiting or raising."""
         try:
             reason = self._turn_away_or_queue(request, reply)
         except Exception:
             # The transport's thread must go on.
             reason = self._log_failure()
         with self._changed:
-            self._requests += 1
-            if reason:
-                self._refused[reason] += 1
+            self._counts.requests += 1
+            self._counts.refused[reason] += bool(reason)
 
     def close(self) -> None:
         """Stop answering; wait at most a second for running answers."""
         with self._changed:
             self._closed = True
-            self._waiting.clear()
-            single = (self._former_quota, self._version_quota)
-            for quota in (*self._quotas.values(), *self._foreign_quotas.values(), *single):
+            for quota in self._waiting.values():
                 quota.queue.clear()
+            self._waiting.clear()
             self._changed.notify_all()
             threads = list(self._threads)
         end = time.monotonic() + 1
@@ -246,20 +231,17 @@ class Server:
         if is_same_run and request.receiver != self._agent_id:
             return "receiver"
         sender = request.sender
-        member: Member | None = None
+        former: Member | None = None
         # The sender of a HELLO is found by its key: ids may differ between two files.
         if is_hello:
             sender = self._ids.get(request.digest, self._agent_id)
-            member = self._former_members.get(request.digest) if is_same_run else None
-        is_former = member is not None
-        if member is None and sender != self._agent_id:
-            member = self._federation.members.get(sender)
-        if member is None:
+            former = self._former_members.get(request.digest) if is_same_run else None
+        is_former = former is not None
+        quotas = self._quotas if is_same_run else self._foreign_quotas
+        if not is_former and sender not in quotas:
             return "member"
-
-        quota = self._former_quota
-        if not is_former:
-            quota = self._quotas[sender] if is_same_run else self._foreign_quotas[sender]
+        member = former or self._federation.members[sender]
+        quota = self._former_quota if is_former else quotas[sender]
         with self._changed:
             # A few BUSY answers beyond the limit let an honest member ask less often.
             fewest = 1 - MAX_BUSY_ANSWERS if is_same_run and not is_former else 1
@@ -282,7 +264,8 @@ class Server:
             content: _AnswerContent = partial(self._answer_content, sender, request)
             if is_former:
                 # Only a relay leads to it; it gets the new version.
-                content = partial(self._hello_with_file, request.nonce)
+                file = file_content(self._federation).decode()
+                content = partial(self._hello, request.nonce, file=file)
             elif not may_answer:
                 reason = "rate"
                 content = partial(Answer, AnswerStatus.BUSY)
@@ -298,12 +281,11 @@ class Server:
             self._enqueue(quota, reply, content)
         return reason
 
-    def _hello_with_file(self, nonce: bytes) -> Answer:
-        """Return a description of this agent with the signed versions, if they fit."""
-        content = {**self._hello_content(), "file": file_content(self._federation).decode()}
-        body = encode_hello(content, nonce, self._identity.sign)
-        if len(body) > MAX_HELLO_BYTES:
-            body = encode_hello(self._hello_content(), nonce, self._identity.sign)
+    def _hello(self, nonce: bytes, **more: str) -> Answer:
+        """Return a description of this agent, with more content if it fits."""
+        body = encode_hello({**self._hello_content(), **more}, nonce, self._identity.sign)
+        if more and len(body) > MAX_HELLO_BYTES:
+            return self._hello(nonce)
         return Answer(AnswerStatus.OK, body, _JSON)
 
     def _answer_other_version(self, reply: Reply) -> None:
@@ -316,7 +298,7 @@ class Server:
 
     def _log_failure(self) -> str:
         """Log the first unexpected error."""
-        if not self._refused["failed"]:
+        if not self._counts.refused["failed"]:
             logging.getLogger(__name__).exception("a request could not be answered")
         return "failed"
 
@@ -332,24 +314,17 @@ class Server:
     def _ensure_idle_thread(self) -> None:
         """Start a thread if all are busy; the caller holds the lock."""
         if len(self._threads) == len(self._busy_since):
-            thread = threading.Thread(
-                target=self._serve_queue,
-                args=(len(self._threads),),
-                daemon=True,
-                name="fedcb2o-serve",
-            )
+            thread = threading.Thread(target=self._serve_queue, daemon=True, name="fedcb2o-serve")
             thread.start()
             self._threads.append(thread)
 
-    def _serve_queue(self, thread_id: int) -> None:
-        while (task := self._dequeue(thread_id)) is not None:
-            self._send_answer(thread_id, *task)
+    def _serve_queue(self) -> None:
+        while (task := self._dequeue()) is not None:
+            self._send_answer(*task)
             # With it goes the transport's end of the request.
             del task
 
-    def _send_answer(
-        self, thread_id: int, quota: _ClientQuota, reply: Reply, content: _AnswerContent
-    ) -> None:
+    def _send_answer(self, quota: _ClientQuota, reply: Reply, content: _AnswerContent) -> None:
         """Compute and send one answer, which may take long."""
         answer: Answer | None = None
         try:
@@ -361,14 +336,14 @@ class Server:
             self._log_failure()
         with self._changed:
             quota.active -= 1
-            del self._busy_since[thread_id]
-            self._answered += answer is not None and answer.status is AnswerStatus.OK
-            self._refused["failed"] += answer is None
+            del self._busy_since[threading.get_ident()]
+            self._counts.answered += answer is not None and answer.status is AnswerStatus.OK
+            self._counts.refused["failed"] += answer is None
             if quota.id is not None and answer is not None:
-                self._sent[quota.id] += len(answer.body)
+                self._counts.sent[quota.id] += len(answer.body)
             self._changed.notify()
 
-    def _dequeue(self, thread_id: int) -> tuple[_ClientQuota, Reply, _AnswerContent] | None:
+    def _dequeue(self) -> tuple[_ClientQuota, Reply, _AnswerContent] | None:
         """Wait for a thread's next answer; None after the server was closed."""
         with self._changed:
             while not self._closed:
@@ -381,7 +356,7 @@ class Server:
                 if quota.queue:
                     self._waiting[id(quota)] = quota
                 quota.active += 1
-                self._busy_since[thread_id] = self._clock()
+                self._busy_since[threading.get_ident()] = self._clock()
                 if self._waiting:
                     self._ensure_idle_thread()
                 return quota, *task
@@ -418,13 +393,10 @@ class Server:
     def _answer_content(self, sender: int, request: Request) -> Answer:
         """Return the answer to a valid request."""
         if request.kind is RequestKind.HELLO:
-            content = encode_hello(self._hello_content(), request.nonce, self._identity.sign)
-            return Answer(AnswerStatus.OK, content, _JSON)
+            return self._hello(request.nonce)
         if request.kind is RequestKind.WITNESS:
             signed = self._ledger.get(request.index, request.round, request.digest)
-            return (
-                Answer(AnswerStatus.NOT_HERE) if signed is None else Answer(AnswerStatus.OK, signed)
-            )
+            return Answer(AnswerStatus.OK, signed) if signed else Answer(AnswerStatus.NOT_HERE)
         if request.kind is RequestKind.MANIFEST:
             return self._newest_offer(self._visible(sender), request.round)
         found = self._find(sender, request)
@@ -445,14 +417,13 @@ class Server:
     def _newest_offer(self, snapshots: list[Snapshot], n: int) -> Answer:
         """Return the newest manifest for an agent in round `n`, with digests."""
         rounds = [snapshot.decoded_manifest.round for snapshot in snapshots]
+        chosen = 0
         if self._federation.synchronous:
             if n not in rounds:
                 is_past = bool(rounds) and n < min(rounds)
                 return Answer(AnswerStatus.NOT_HERE if is_past else AnswerStatus.NOT_YET)
-            chosen = snapshots[rounds.index(n)]
+            chosen = rounds.index(n)
         elif not rounds or rounds[0] < n - self._federation.lag:
             return Answer(AnswerStatus.NOT_YET)
-        else:
-            chosen = snapshots[0]
         others = [digest for digest in self._ledger.digests() if digest[0] != self._agent_id]
-        return Answer(AnswerStatus.OK, encode_offer(chosen.manifest, others), _JSON)
+        return Answer(AnswerStatus.OK, encode_offer(snapshots[chosen].manifest, others), _JSON)

@@ -19,10 +19,7 @@ from fedcb2o.peer.membership.identity import Identity, Member
 def server_context(
     identity: Identity, members: Iterable[Member], *, has_clients: bool = True
 ) -> ssl.SSLContext:
-    """Return the certificates of a listening end, which accepts those of members only.
-
-    Without `has_clients` it asks for none.
-    """
+    """Return a listening end's certificates; it accepts those of members, or asks for none."""
     context = _context(ssl.PROTOCOL_TLS_SERVER, identity, (member.root for member in members))
     context.verify_mode = ssl.CERT_REQUIRED if has_clients else ssl.CERT_NONE
     # Without resumption every link shows a certificate that is valid now.
@@ -46,13 +43,13 @@ def _context(protocol: int, identity: Identity, roots: Iterable[str]) -> ssl.SSL
     return context
 
 
-def remote_member(der: bytes, members: Iterable[Member]) -> tuple[Member, datetime]:
-    """Return the member that has a certificate, and its expiry.
+def remote_member(connection: ssl.SSLSocket, members: Iterable[Member]) -> tuple[Member, datetime]:
+    """Return the member at the other end, and the expiry of its certificate.
 
     It is the first one whose root issued the certificate directly. Without one, the error is that
     of a certificate that TLS refuses.
     """
-    certificate = x509.load_der_x509_certificate(der)
+    certificate = x509.load_der_x509_certificate(connection.getpeercert(True) or b"")
     names = certificate.issuer.get_attributes_for_oid(NameOID.COMMON_NAME)
     for member in members:
         is_issuer = [name.value for name in names] == [member.name]

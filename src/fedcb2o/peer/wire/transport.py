@@ -10,33 +10,30 @@ accepts every certificate of a member, lets in requests only, and forwards nothi
 import json
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from functools import partial
 from typing import Protocol, TypeAlias, runtime_checkable
 
 from fedcb2o.errors import RunError
+from fedcb2o.peer._closeable import Closeable
 from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire.dialer import CONNECT_SECONDS, STATE_TARGET, Dialer
-from fedcb2o.peer.wire.http_requests import HttpRequest, problem
-from fedcb2o.peer.wire.listener import (
-    Listener,
+from fedcb2o.peer.wire.http_requests import HttpRequest
+from fedcb2o.peer.wire.listener import Listener, open_listening_socket, raise_descriptor_limit
+from fedcb2o.peer.wire.protocol import (
+    Answer,
+    AnswerStatus,
+    Question,
     Responder,
-    open_listening_socket,
-    raise_descriptor_limit,
 )
-from fedcb2o.peer.wire.protocol import MAX_REQUEST_BYTES, Answer, AnswerStatus
 
 Reply: TypeAlias = Callable[[Answer | None], None]
 RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
 
-ASK_SECONDS = 1.0
-"""Time to send a short message."""
-SEND_SECONDS = 120.0
-"""Time to send an answer: 1 MiB with seven others before it, at 70 kB/s."""
-CLOSE_SECONDS = CONNECT_SECONDS + 1
-"""Time to close a transport."""
+ASK_SECONDS = 1.0  # time to send a short message
+SEND_SECONDS = 120.0  # time to send an answer: 1 MiB with seven others before it, at 70 kB/s
+CLOSE_SECONDS = CONNECT_SECONDS + 1  # time to close a transport
 _DETAILS = {
     AnswerStatus.NOT_HERE: "it is not here any more, or never was",
     AnswerStatus.ANOTHER_VERSION: "the protocol here is version 1",
@@ -52,11 +49,10 @@ _RETRY_SECONDS = "1"
 class Transport(Protocol):
     """Interface to exchange requests and answers; safe in any thread."""
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterable[Answer]:
-        """Send a request now; return its unchecked answer, if one arrives.
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
+        """Send a request now; its unchecked answer is that of the returned question.
 
-        The iterator ends after `timeout` seconds, or early if the link is lost or the peer gives no
-        answer.
+        It is None after `timeout` seconds, or early if the link is lost or the peer gives none.
         """
         ...
 
@@ -78,11 +74,8 @@ class Transport(Protocol):
         ...
 
 
-class Https:
-    """Transport over HTTPS, with links kept in the background.
-
-    Requests are accepted at the member's own endpoint, or at another "HOST:PORT".
-    """
+class Https(Closeable):
+    """Transport over HTTPS, which listens at its own endpoint, another "HOST:PORT", or not."""
 
     def __init__(
         self, federation: Federation, identity: Identity, *, listen: bool | str = True
@@ -106,7 +99,6 @@ class Https:
             address = identity.member.endpoint if listen is True else listen
             listening = open_listening_socket(address)
             self._listener = Listener(listening, identity, [*members.values()], self._on_request)
-            self._listener.start()
         for dialer in self._dialers.values():
             dialer.start()
 
@@ -115,10 +107,10 @@ class Https:
         """True if other members can ask this agent."""
         return self._listener is not None
 
-    def ask(self, peer: int, request: bytes, timeout: float) -> Iterator[Answer]:
+    def ask(self, peer: int, request: bytes, timeout: float) -> Question:
         dialer = self._dialers.get(peer)
         if dialer is None or timeout <= 0:
-            return iter(())
+            return Question()
         return dialer.ask(request, timeout)
 
     def serve(self, handler: RequestHandler) -> None:
@@ -143,37 +135,26 @@ class Https:
         for dialer in self._dialers.values():
             dialer.thread.join(max(0.0, end - time.monotonic()))
 
-    def __enter__(self) -> "Https":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
     def _on_request(self, request: HttpRequest, respond: Responder) -> None:
         """Answer a sign of life; hand any other request to the handler."""
         if request.member is not None and request.member.name in self._dialers_by_name:
             self._dialers_by_name[request.member.name].note_request()
         if (request.method, request.target) == ("GET", STATE_TARGET):
-            respond(200, [("content-type", "application/json")], self._state, 0.0)
-        elif request.method != "GET":
-            respond.refuse(405, "GET")
+            respond(200, self._state, [("content-type", "application/json")], 0.0)
         elif self._handler is not None:
-            data = encode_http(request)
-            if len(data) <= MAX_REQUEST_BYTES:
-                self._handler(data, partial(_answer, respond))
+            self._handler(encode_http(request), partial(_answer, respond))
 
 
 def _answer(respond: Responder, answer: Answer | None) -> None:
     """Answer a request over HTTPS; without an answer it is refused when `respond` is dropped."""
     if answer is None:
         return
-    status = answer.status
-    if status is not AnswerStatus.OK:
-        headers = [("retry-after", _RETRY_SECONDS)] if status.is_temporary else []
-        respond(status, headers, problem(status, _DETAILS[status]))
-        return
-    code = 206 if any(name == "content-range" for name, _ in answer.headers) else 200
-    respond(code, answer.headers, answer.body)
+    if answer.status is AnswerStatus.OK:
+        is_part = any(name == "content-range" for name, _ in answer.headers)
+        respond(206 if is_part else 200, answer.body, answer.headers)
+    else:
+        headers = [("retry-after", _RETRY_SECONDS)] if answer.status.is_temporary else []
+        respond(answer.status, _DETAILS[answer.status], headers)
 
 
 def encode_http(request: HttpRequest) -> bytes:
@@ -182,9 +163,7 @@ def encode_http(request: HttpRequest) -> bytes:
     for name in ("Range", "Authorization"):
         if name.lower() in request.headers:
             lines.append(f"{name}: {request.headers[name.lower()]}")
-    with suppress(UnicodeEncodeError):
-        return "\n".join(lines).encode("ascii")
-    return b""
+    return "\n".join(lines).encode("latin-1")
 
 
 def federation_state(federation: Federation) -> bytes:
