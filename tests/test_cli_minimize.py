@@ -73,7 +73,7 @@ def test_a_run_has_the_results_of_python():
     for name in ("nit", "nfev", "message", "success", "seed"):
         assert table[name] == getattr(expected, name)
     assert table["dynamics"] == {
-        "name": "Adaptive", "delta_q": 0.001, "xtol": None, "agree": "x",
+        "name": "Adaptive", "delta_q": 0.001, "xtol": 0.0, "agree": "x",
     }  # fmt: skip
     error = (expected.x - torch.tensor(CIRCLE.target)).abs().max().item()
     assert table["error"] == pytest.approx(error)

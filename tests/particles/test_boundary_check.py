@@ -118,8 +118,8 @@ def test_delta_q_is_the_tolerated_rise_of_l():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"num_particles": 1, "dim": 2}, "one particle is its own consensus point"),
-        ({"initial": [[0.5, 0.5]]}, "one particle is its own consensus point"),
+        ({"num_particles": 1, "dim": 2}, "one is its own consensus point"),
+        ({"initial": [[0.5, 0.5]]}, "one is its own consensus point"),
         (
             {"initial": np.ones((5, 2))},
             "all particles start at one point, and agree before the first step",

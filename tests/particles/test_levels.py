@@ -64,7 +64,7 @@ def test_a_tolerance_in_standard_errors():
     result = minimize([losses, lambda x: x[0] ** 2], dim=1, tolerances="1 se", maxfev=6000)
     error = ((1.1 - folds) ** 2).std(ddof=1) / 2
     assert result.x.item() == pytest.approx(1.1 - math.sqrt(error), abs=1e-4)
-    with pytest.raises(ConfigError, match="returns several values per point"):
+    with pytest.raises(ConfigError, match="needs several values per point"):
         minimize([lambda x: x[0] ** 2, lambda x: x[0]], dim=1, tolerances="1 se", maxfev=500)
 
 

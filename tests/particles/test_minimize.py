@@ -965,9 +965,9 @@ def test_initial_region_from_bounds_x0_and_spread(settings, low, high):
             {"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]},
             "`initial` says where particles start: leave out",
         ),
-        ({"spread": 0.0, "dim": 2}, "`spread` must be above 0"),
-        ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be above 0"),
-        ({"spread": -1.0, "x0": [0.0, 0.0]}, "`spread` must be above 0"),
+        ({"spread": 0.0, "dim": 2}, "`spread` must be one number or d, above 0"),
+        ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be one number or d, above 0"),
+        ({"spread": -1.0, "x0": [0.0, 0.0]}, "`spread` must be one number or d, above 0"),
         ({"maxfev": 0, "dim": 2}, "`maxfev` must be a whole number, at least 1"),
     ],
 )

@@ -621,7 +621,7 @@ def test_suggestion_warns_of_capture():
         (lambda: theory.beta_0(w_m=1.0, ball_mass=0.1, p_H=1, end_time=1), "`w_m`"),
         (
             lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1),
-            "particles near the target",
+            "`ball_mass` must be above 0",
         ),
         (
             lambda: theory.beta_0(w_m=0.1, ball_mass=0.1, p_H=-1, end_time=1),

@@ -113,10 +113,8 @@ class Adaptive:
             if item.barred_lower is not None:
                 hopper.least_barred = min(hopper.least_barred, float(item.barred_lower[run].min()))
             if not hopper.has_value:
-                raise RunError(
-                    f"all {hopper.count} particles have NaN or infinite objectives: correct the"
-                    " objectives, or start nearer"
-                )
+                count = hopper.count
+                raise RunError(f"all {count} particles have NaN or infinite objectives")
         for points, own in system.own:
             for hopper in state.memory:
                 hopper.add_own(to_array(points), *_levels(own, 0))
@@ -278,8 +276,6 @@ def _levels(values: Values, run: int) -> tuple[np.ndarray, np.ndarray | None]:
 
 def _is_searchable(cluster: Cluster, dim: int) -> bool:
     """Return whether the objectives have a form for local searches."""
-    if dim > MAX_DIM:
-        return False
-    if cluster.upper is None:
-        return True
-    return isinstance(cluster.lower, Constraints) and cluster.lower.inner is None
+    level = cluster.lower
+    is_constrained = isinstance(level, Constraints) and level.inner is None
+    return dim <= MAX_DIM and (is_constrained or cluster.upper is None)

@@ -179,10 +179,8 @@ def _objectives_in_order(arguments: dict[str, Any]) -> list[Any] | None:
     is_sequence = isinstance(lower, Sequence) and not isinstance(lower, str)
     if arguments["clusters"]:
         if not is_sequence or levels is not None or arguments["tolerances"] is not None:
-            raise ConfigError(
-                "`clusters` need a sequence of objectives as `lower`, one for each cluster, without"
-                " `levels` and `tolerances`"
-            )
+            needs = "a sequence of objectives as `lower`, one for each cluster"
+            raise ConfigError(f"`clusters` need {needs}, without `levels` and `tolerances`")
         return None
     if levels is not None:
         settings.check_function("`lower` with `levels`", lower)
@@ -212,10 +210,8 @@ def resolve_dynamics(dynamics: Any, is_single: bool) -> Dynamics:
     if isinstance(dynamics, str) and dynamics in ("adaptive", "paper"):
         dynamics = Adaptive() if dynamics == "adaptive" else Paper()
     if not isinstance(dynamics, Paper | Adaptive):
-        raise ConfigError(
-            "`dynamics` must be fedcb2o.Adaptive(...), fedcb2o.Paper(...), 'adaptive' or 'paper',"
-            f" got {dynamics!r:.60}"
-        )
+        valid = "fedcb2o.Adaptive(...), fedcb2o.Paper(...), 'adaptive' or 'paper'"
+        raise ConfigError(f"`dynamics` must be {valid}, got {dynamics!r:.60}")
     if isinstance(dynamics, Adaptive) and not is_single:
         raise ConfigError("several clusters need `dynamics` = 'paper' or fedcb2o.Paper(...)")
     return dynamics

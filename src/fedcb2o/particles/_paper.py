@@ -35,10 +35,7 @@ _BOUNDARY_MESSAGE = (
     "the particles agreed at the edge of where they started, and L or G is less further out:"
     " let them start in a larger box, by `spread`, `bounds` or `initial`"
 )
-_FAILURE_MESSAGE = (
-    "The consensus is at the edge of where the particles started, and further out L or G failed"
-    " (%r): these points were not compared."
-)
+_FAILURE_MESSAGE = "At the edge of the start region, further out L or G failed (%r)."
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,11 +127,11 @@ class Paper:
     def init(self, start: Start, maxfev: int | None) -> tuple[Ensembles, tuple[str, ...]]:
         """Return the state before the first step, and remarks of the theory on the parameters."""
         system = start.system
-        if self.batch is not None and self.batch > system.num_particles:
-            most = f"the number of particles, {system.num_particles}"
-            raise ConfigError(f"`batch` must be at most {most}, got {self.batch}")
         state = start.ensembles()
         if self.batch is not None:
+            if self.batch > (most := system.num_particles):
+                text = f"the number of particles, {most}, got {self.batch}"
+                raise ConfigError(f"`batch` must be at most {text}")
             state = system.draw_batch(state, self.batch)
         return state, self._notes(system, start.theta.shape[-1])
 

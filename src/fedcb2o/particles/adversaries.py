@@ -284,8 +284,6 @@ def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
             f"an adversary's `{name}` must be a point, an array of numbers: {error}"
         ) from error
     if point.shape != like.shape[-1:]:
-        raise ConfigError(
-            f"an adversary's `{name}` must have the shape {[*like.shape[-1:]]},"
-            f" got {[*point.shape]}"
-        )
+        shapes = f"{[*like.shape[-1:]]}, got {[*point.shape]}"
+        raise ConfigError(f"an adversary's `{name}` must have the shape {shapes}")
     return point

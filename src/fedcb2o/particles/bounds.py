@@ -115,10 +115,7 @@ class Mixture:
     def __post_init__(self) -> None:
         check_share(self.w_m)
         if self.w_m > 0 and (self.theta_m is None or not len(self.theta_m)):
-            raise ConfigError(
-                f"`w_m` = {self.w_m} needs malicious particles in `theta_m`; without them, let it"
-                " be 0"
-            )
+            raise ConfigError(f"`w_m` = {self.w_m} needs malicious particles in `theta_m`")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -254,10 +251,7 @@ def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Int
     )
     kept = kept & (models.norm(dim=-1) <= setting.radius)
     if not (kept & (mass > 0)).any():
-        raise ConfigError(
-            f"no particle of Q_beta is in the ball of `radius` = {setting.radius:g} about 0:"
-            " enlarge it"
-        )
+        raise ConfigError(f"no particle of Q_beta is in the ball of `radius` = {setting.radius:g}")
     mu = consensus.weights(mixture.upper(models), float(setting.alpha), kept, mass=mass)
     m = consensus.point(mu, models.double())
 

@@ -41,10 +41,8 @@ class Constraint(NamedTuple):
         ends = max(self.low.numel(), self.high.numel())
         if values is None or values.shape[:-1] != x.shape[:-1]:
             got = "none" if values is None else f"{[*values.shape]}"
-            raise ConfigError(
-                f"{self.name} needs a value per component and point, in the shape"
-                f" {[*x.shape[:-1], 'm']}, got {got}"
-            )
+            shapes = f"in the shape {[*x.shape[:-1], 'm']}, got {got}"
+            raise ConfigError(f"{self.name} needs a value per component and point, {shapes}")
         if ends not in (1, values.shape[-1]):
             raise ConfigError(f"{self.name} has {values.shape[-1]} components and {ends} ends")
         parts = (self.low.to(values), self.high.to(values), self.keep_feasible.to(values.device))
@@ -92,8 +90,7 @@ class Constraints:
         part = copy.copy(self)
         rows = runs.to(self._scale.device)
         part._scale = self._scale[rows]
-        if self._worst is not None:
-            part._worst = self._worst[rows]
+        part._worst = None if self._worst is None else self._worst[rows]
         return part
 
     def __call__(

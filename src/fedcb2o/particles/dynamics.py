@@ -97,10 +97,7 @@ class EvaluationRequest:
             with torch.enable_grad():
                 low = _evaluate("lower", self.lower, leaves.clone(), copy, shape)
                 if not low.requires_grad:
-                    raise ConfigError(
-                        "`lower` has no gradient by autograd: give `gradient`, or set lambda2 and"
-                        " sigma2 to 0"
-                    )
+                    raise ConfigError("`lower` has no gradient by autograd: give `gradient`")
                 (slope,) = torch.autograd.grad(low.sum(), leaves)
             low = low.detach()
         else:
@@ -111,10 +108,7 @@ class EvaluationRequest:
             before = write_count(low)
             up = _evaluate("upper", self.upper, points, copy, shape)
             if write_count(low) != before:
-                raise ConfigError(
-                    "`upper` writes into the values that `lower` returned: let each return a"
-                    " tensor of its own"
-                )
+                raise ConfigError("`upper` writes into the values that `lower` returned")
         return to_values(self.theta, low, up, slope, radius=self.radius)
 
 
@@ -180,10 +174,9 @@ def consensus_weights(
     is_restricted = values.excluded is not None or values.in_ball is not None
     if is_restricted and not (mu.sum(-1) > 0).all():
         if values.excluded is not None and values.excluded.all(-1).any():
-            raise RunError(
-                f"all {values.lower.shape[-1]} particles have NaN or infinite objectives: correct"
-                " the objectives, start nearer, or take a smaller dt or sigma1"
-            )
+            reason = "correct the objectives, start nearer, or take a smaller dt or sigma1"
+            count = values.lower.shape[-1]
+            raise RunError(f"all {count} particles have NaN or infinite objectives: {reason}")
         raise RunError(
             "no particle of the sub-level set Q_beta is inside the ball of `radius` ="
             f" {params.radius:g} about 0: take a larger radius, or a larger beta or delta_q"
@@ -297,8 +290,5 @@ def _evaluate(
     if values.dtype in _FLOAT_TYPES:
         return values
     if values.is_complex():
-        raise ConfigError(
-            f"`{name}` must return real numbers, got {values.dtype}: take the real part or the"
-            " absolute value"
-        )
+        raise ConfigError(f"`{name}` must return real numbers, got {values.dtype}")
     return values.to(points.dtype)

@@ -477,10 +477,8 @@ def require_unwritten(
 ) -> None:
     """Refuse a function that wrote into its input `x`, whose copy may be from before the call."""
     if write_count(x) != before or (copy is not None and not _same_bits(x, copy)):
-        raise ConfigError(
-            f"{name}, {label(function)}, writes into the {kind} that it receives: let it"
-            " work on a copy, such as x.clone()"
-        )
+        text = f"writes into the {kind} that it receives: let it work on a copy, such as x.clone()"
+        raise ConfigError(f"{name}, {label(function)}, {text}")
 
 
 @contextlib.contextmanager

@@ -104,17 +104,15 @@ class Hopper:
     by_value: bool = False  # whether ends of equal value agree, wherever they are
 
     def __post_init__(self, high: Array) -> None:
-        self.evaluated = 0
+        self.evaluated = self.num_scouts = self.num_ensembles = 0
         self.extra = 0  # evaluations outside of the steps of all runs
         self._tie = 0.0 if self.is_exact else _TIE
         self._failures = 0 if self.can_search else _MAX_FAILURES
         self.search_from: Array | None = None  # point from which a local search shall start now
         self._archive = np.zeros((0, len(self.low) + 2))
-        self.num_scouts = 0
         self._num_candidates = 0
         self._is_scouting = False
         self._spent = [0, 0]
-        self.num_ensembles = 0
         self._single = (0, 0)  # numbers of ends, with what was computed from them
         self._table = (0, np.zeros((0, 2)))
         # A basin of 1 / (200 d) of the box has five of them.
@@ -126,19 +124,16 @@ class Hopper:
         self._collapse = max(self.precision, self.xtol / self.width.max())
         self._generator = stream(self.seed, "particles", "hopping")
         self.ends: list[End] = []
-        self._least = math.inf
+        self._least = self.least_barred = math.inf  # also where G is infinite
         self._is_attained = False
-        self._scale = 0.0
-        self._upper_scale = 0.0
+        self._scale = self._upper_scale = 0.0
         self.has_upper = False  # whether there is a G
-        self.least_barred = math.inf  # least L where G is infinite
         self._frozen = 1
         self.has_value = True  # whether a particle of the first ensemble had finite values
         self._weight = 1.0
-        self._cloud: Cloud | None = None
-        self._recent: list[float] = []
-        self._batches: list[tuple[Array, Array, Array]] = []
-        self._batches_needed = 1
+        self._cloud: Cloud | None
+        self._recent: list[float]
+        self._batches: list[tuple[Array, Array, Array]]
         self._restart()
 
     def points(self) -> Array:
@@ -176,15 +171,14 @@ class Hopper:
         self._count(points, lower)
         if self._cloud is None and np.isfinite(lower).any():
             self._consider(points, lower, self._violation(lower), upper)
-            is_complete = len(self._batches) == self._batches_needed
             is_focus = self._is_scouting and not self.searches
-            if is_focus and is_complete:
-                points, lower, upper = map(np.concatenate, zip(*self._batches, strict=True))
-            if not is_focus or is_complete:
+            if not is_focus:
                 candidate = self._candidate(points, lower, upper)
-                if self.searches:
-                    self.search_from = candidate
-                elif is_focus and candidate is not None:
+                self.search_from = candidate if self.searches else None
+            elif len(self._batches) == self._batches_needed:
+                points, lower, upper = map(np.concatenate, zip(*self._batches, strict=True))
+                candidate = self._candidate(points, lower, upper)
+                if candidate is not None:
                     self._focus(candidate)
                     return
         if len(self._batches) < self._batches_needed:
@@ -417,10 +411,8 @@ class Hopper:
             self._batches_needed = 1 if self.searches else _FOCUS_BATCHES
         self.count = self._batches_needed * self.n
         self._has_ended = False
-        self.m = self.low + self.width / 2
-        self._x = self.m
-        self._x_lower = math.inf
-        self._x_upper = math.inf
+        self._x = self.m = self.low + self.width / 2
+        self._x_lower = self._x_upper = math.inf
 
     def _place(self, points: Array, lower: Array, violation: Array, upper: Array) -> None:
         """Place the consensus point at the better particles of a first ensemble."""

@@ -103,10 +103,10 @@ def start_runs(
     settings.check_memory(runs or 1, 1, dim or 1)
     device = settings.check_device(device)
     groups: list[Any] = list(adversaries) if isinstance(adversaries, Sequence) else [adversaries]
-    other = next((group for group in groups if not isinstance(group, Adversary)), None)
-    if other is not None:
+    names = [type(group).__name__ for group in groups if not isinstance(group, Adversary)]
+    if names:
         raise ConfigError(
-            f"`adversaries` must be an Adversary or a list of them, got a {type(other).__name__}: a"
+            f"`adversaries` must be an Adversary or a list of them, got a {names[0]}: a"
             " function that moves particles goes into fedcb2o.Adversary(function, num_particles)"
         )
     single_run = runs is None and not has_many_seeds(seed)
@@ -115,10 +115,8 @@ def start_runs(
         initial = _array("`initial`", initial)
         shape = [*initial.shape]
         if len(shape) not in (2, 3) or not shape[-1] or shape[:-2] not in ([], [len(seeds)]):
-            raise ConfigError(
-                f"`initial` must be [n, d] or [{len(seeds)} runs, n, d] or a sampler, got the shape"
-                f" {shape}"
-            )
+            shapes = f"[n, d] or [{len(seeds)} runs, n, d] or a sampler, got the shape {shape}"
+            raise ConfigError(f"`initial` must be {shapes}")
     is_default = num_particles is None and not isinstance(initial, Tensor)
     if is_default and dim is not None:  # before a box of a great many coordinates
         settings.check_memory(len(seeds), dynamics.default_num_particles(dim), dim)
@@ -191,10 +189,7 @@ def resolve_seeds(seed: Seed | Sequence[int], runs: int | None) -> list[int]:
         items: Any = to_python(seed)
         seeds = [settings.check_count("`seed`", item, least=None) for item in items]
         if (runs is not None and len(seeds) != runs) or not seeds:
-            raise ConfigError(
-                f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each, or the first"
-                " alone"
-            )
+            raise ConfigError(f"`seed` names {len(seeds)} seeds for {runs} runs: give one for each")
         return seeds
 
     if seed is None:
@@ -234,10 +229,8 @@ def build_clusters(
             return [value] * k
         values = list(value)
         if len(values) != k:
-            raise ConfigError(
-                f"`{name}` must be one for all or one for each of the {k} objectives in `lower`,"
-                f" got {len(values)}"
-            )
+            expected = f"one for each of the {k} objectives in `lower`, got {len(values)}"
+            raise ConfigError(f"`{name}` must be one for all or {expected}")
         return values
 
     uppers = per_cluster("upper", upper)
@@ -252,10 +245,7 @@ def build_clusters(
     sizes = per_cluster("num_particles", to_python(num_particles))
     sizes = [settings.check_count("`num_particles`", size) for size in sizes]
     if sum(sizes) < 2:
-        raise ConfigError(
-            "one particle is its own consensus point, wherever it is: `num_particles` must be at"
-            " least 2"
-        )
+        raise ConfigError("`num_particles` must be at least 2: one is its own consensus point")
     if isinstance(initial, Tensor) and sum(sizes) != initial.shape[-2]:
         requested = sizes if k > 1 else sizes[0]
         raise ConfigError(
@@ -295,10 +285,7 @@ def build_box(
         far = _point("`spread`", spread, len(low))
     is_fixed = low == high
     if len(far) != len(low) or not (((far > 0) | is_fixed) & far.isfinite()).all():
-        raise ConfigError(
-            "`spread` must be above 0 and finite, one for all or one for each coordinate,"
-            f" got {spread}"
-        )
+        raise ConfigError(f"`spread` must be one number or d, above 0 and finite, got {spread}")
 
     # 3. Find its middle.
     if middle is None:
@@ -319,10 +306,7 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     """Return the ends [d] of the bounds, infinite at open sides."""
     if bounds is None:
         if dim is None:
-            raise ConfigError(
-                "`dim` is not known: give it, or `x0`, or `bounds` for each coordinate, or an"
-                " `initial` ensemble"
-            )
+            raise ConfigError("`dim` is not known: give it, or `x0`, or `bounds`, or `initial`")
         bounds = (None, None)
     if hasattr(bounds, "lb"):  # scipy.optimize.Bounds
         ends = np.broadcast_arrays(np.atleast_1d(bounds.lb), np.atleast_1d(bounds.ub))
@@ -338,18 +322,16 @@ def _bounds_of_coordinates(bounds: Any, dim: int | None) -> _Box:
     if pairs.shape == (2,) and dim is not None:
         pairs = pairs.expand(dim, 2)
     if pairs.ndim != 2 or pairs.shape[1] != 2 or dim not in (None, len(pairs)):
+        got = f"the {dim or 'd'} coordinates, got the shape {[*pairs.shape]}"
         raise ConfigError(
-            "`bounds` must be one (low, high) and `dim`, or a pair for each of the"
-            f" {dim or 'd'} coordinates, got the shape {[*pairs.shape]}"
+            f"`bounds` must be one (low, high) and `dim`, or a pair for each of {got}"
         )
     low, high = pairs.unbind(-1)
     wrong = ~((low <= high) & (low < torch.inf) & (high > -torch.inf))
     if wrong.any():
         k = int(wrong.nonzero()[0])
-        raise ConfigError(
-            "`bounds` must have every low at most its high, and no NaN, got"
-            f" ({low[k]:g}, {high[k]:g}) for coordinate {k}; equal ones fix a coordinate"
-        )
+        pair = f"({low[k]:g}, {high[k]:g}) for coordinate {k}; equal ones fix a coordinate"
+        raise ConfigError(f"`bounds` must have every low at most its high, and no NaN, got {pair}")
     return low, high
 
 
@@ -387,10 +369,8 @@ def draw_ensembles(
             points = sampler(stream(seed, "particles", purpose), n, dim)
             ensembles.append(_array("the result of the sampler `initial`", points))
             if ensembles[-1].shape != (n, dim):
-                raise ConfigError(
-                    f"the sampler `initial` must return the shape {[n, dim]},"
-                    f" got {[*ensembles[-1].shape]}"
-                )
+                shapes = f"{[n, dim]}, got {[*ensembles[-1].shape]}"
+                raise ConfigError(f"the sampler `initial` must return the shape {shapes}")
         return torch.stack(ensembles)
 
     if isinstance(initial, Tensor):

@@ -81,8 +81,7 @@ class Level:
             count = values.numel()
             if count < 2:
                 raise ConfigError(
-                    "a tolerance in standard errors needs a level that returns several values per"
-                    f" point, such as one per fold, got {count}"
+                    f"a tolerance in standard errors needs several values per point, got {count}"
                 )
             self.cap += self.tolerance.errors * float(values.std()) / count**0.5
         self.cap += self.tolerance.absolute + self.tolerance.relative * size
@@ -113,18 +112,13 @@ def split_levels(function: Callable[..., Any], count: int, args: Any, errors: st
     def values(x: Tensor) -> Tensor:
         if not latest or not torch.equal(latest[0], x):
             found = joint(x)
-            if found.shape[-1] != count:
-                got = found.shape[-1]
-                raise ConfigError(
-                    f"`lower` must return `levels` = {count} values per point, got {got}"
-                )
+            if (got := found.shape[-1]) != count:
+                text = f"must return `levels` = {count} values per point, got {got}"
+                raise ConfigError(f"`lower` {text}")
             latest[:] = [x.clone(), found]
         return latest[1]
 
-    def level(k: int) -> Callable[[Tensor], Tensor]:
-        return takes_tensors(lambda x: values(x)[..., k])
-
-    return [level(k) for k in range(count)]
+    return [takes_tensors(lambda x, k=k: values(x)[..., k]) for k in range(count)]  # type: ignore[misc]
 
 
 def minimize_in_order(

@@ -133,9 +133,9 @@ def search_locally(
     points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
     best = np.lexsort((uppers, lowers))[0]
     is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])
-    end = (points[best], float(lowers[best]), float(uppers[best]))
     reasons = (bool(question and is_better), bool(is_spent and is_better))
-    return Found(*end, *reasons, points, lowers, uppers)
+    end = (points[best], float(lowers[best]), float(uppers[best]), *reasons)
+    return Found(*end, points, lowers, uppers)
 
 
 def _solve(ask: _Ask, low: Array, high: Array, rival: float) -> bool:

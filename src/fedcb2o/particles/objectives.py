@@ -72,10 +72,8 @@ def problem(name: str) -> Problem:
     """
     built_in = problems()
     if name not in built_in:
-        raise ConfigError(
-            f"there is no problem `{name}`.{did_you_mean(name, built_in)}"
-            f" Built in: {', '.join(built_in)}"
-        )
+        others = f"{did_you_mean(name, built_in)} Built in: {', '.join(built_in)}"
+        raise ConfigError(f"there is no problem `{name}`.{others}")
     return built_in[name]
 
 

@@ -206,11 +206,10 @@ class Result(Mapping[str, Any]):
 
     def _summary_of_runs(self) -> list[tuple[str, Any]]:
         count = len(self.message)
-        successes = int(self.success.sum())
         most_common = max(set(self.message), key=self.message.count)
         frequency = self.message.count(most_common)
         lines = [
-            ("runs", f"{count}, of which {successes} reached a consensus"),
+            ("runs", f"{count}, of which {int(self.success.sum())} reached a consensus"),
             ("message", f"{most_common} ({frequency} of {count} runs)"),
         ]
         for name in ("x", "lower", "upper", "nit"):

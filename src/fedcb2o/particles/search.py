@@ -204,10 +204,8 @@ class Search:
         elif gradient is not None:
             raise ConfigError("`gradient` was not requested: `lambda2` and `sigma2` are 0")
         measured = [_measured_values(values, at) for values in constraints]
-        names = ("lower", "upper")[: len(told)]
-        entry: dict[str, Any] = {
-            name: values.tolist() for name, values in zip(names, told, strict=True)
-        }
+        named: Any = zip(("lower", "upper"), told, strict=False)
+        entry: dict[str, Any] = {name: values.tolist() for name, values in named}
         if slope is not None:
             entry["gradient"] = slope.tolist()
         if measured:
@@ -324,8 +322,7 @@ class Search:
 
     def _open(self, request: EvaluationRequest) -> None:
         self._request = request
-        points = request.user_points
-        self._ledger.open(points.reshape(-1, points.shape[-1]).double().cpu().numpy())
+        self._ledger.open(request.theta.flatten(0, 1).double().cpu().numpy())
 
     def _record(self, entry: dict[str, Any]) -> None:
         self._log.append(entry)
@@ -387,14 +384,10 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
     if tensor.numel() == 1 == like.numel():  # a list of one value for one point
         tensor = tensor.reshape(like.shape)
     if tensor.shape != like.shape:
-        raise ConfigError(
-            f"`{name}` must have the shape {[*like.shape]} of the requested points,"
-            f" got {[*tensor.shape]}"
-        )
-    is_array = isinstance(values, Tensor | np.ndarray)
-    if is_array and tensor.dtype in (torch.float64, torch.float32):
-        return tensor
-    return tensor.to(like.dtype)
+        shapes = f"{[*like.shape]} of the requested points, got {[*tensor.shape]}"
+        raise ConfigError(f"`{name}` must have the shape {shapes}")
+    is_float = tensor.dtype in (torch.float64, torch.float32)
+    return tensor if is_float and isinstance(values, Tensor | np.ndarray) else tensor.to(like.dtype)
 
 
 def _measured_values(values: Any, points: Tensor) -> Tensor:
@@ -405,7 +398,4 @@ def _measured_values(values: Any, points: Tensor) -> Tensor:
 
 @takes_tensors
 def _unavailable_objective(x: Tensor) -> Tensor:
-    raise ConfigError(
-        "an adversary requests L and G at further points, which a search cannot evaluate: use"
-        " minimize"
-    )
+    raise ConfigError("an adversary requests L and G at further points: use minimize")

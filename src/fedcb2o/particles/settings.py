@@ -97,10 +97,8 @@ def check_device(name: Any) -> torch.device:
         device = torch.device("cpu" if name is None else name)
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, TypeError) as error:
-        raise ConfigError(
-            f"`device` = {name!r} is none that PyTorch {torch.__version__} finds here; leave it out"
-            " for the CPU"
-        ) from error
+        version = torch.__version__
+        raise ConfigError(f"`device` = {name!r} is none that PyTorch {version} finds") from error
     return device
 
 

@@ -172,10 +172,8 @@ class System:
         self.num_benign: int = clusters[-1].rows.stop
         sizes = (adversary.num_particles for adversary in adversaries)
         ends = itertools.accumulate(sizes, initial=self.num_benign)
-        self.adversaries = [
-            (adversary, slice(*rows))
-            for adversary, rows in zip(adversaries, itertools.pairwise(ends), strict=True)
-        ]
+        rows = itertools.starmap(slice, itertools.pairwise(ends))
+        self.adversaries = list(zip(adversaries, rows, strict=True))
         self.mass = _mass(theta, self.num_benign, adversaries)
         self.num_particles: int = theta.shape[1]
         self.needs_gradient = any(cluster.gradient for cluster in clusters)
@@ -202,7 +200,7 @@ class System:
     def malicious_mass(self) -> float:
         """Share w_m of the malicious particles in the measure."""
         if self.mass is None:
-            return (self.num_particles - self.num_benign) / self.num_particles
+            return 1 - self.num_benign / self.num_particles
         return float(self.mass[self.num_benign :].sum())
 
     def ask(self, state: Ensembles, check_writes: bool) -> list[EvaluationRequest]:

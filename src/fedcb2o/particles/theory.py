@@ -404,10 +404,7 @@ def _attack_part(w_m: Number, R_K_G: Number, eps: Number) -> float:
 
 def _check_mass(mass: Number) -> None:
     if not 0 < mass <= 1:
-        raise ConfigError(
-            f"`ball_mass` must be above 0 and at most 1, got {mass}: start with particles near the"
-            " target"
-        )
+        raise ConfigError(f"`ball_mass` must be above 0 and at most 1, got {mass}")
 
 
 def _check_theorem(
@@ -416,9 +413,6 @@ def _check_theorem(
     if not 0 < vartheta < 1:
         raise ConfigError(f"`vartheta` must be above 0 and below 1, got {vartheta}")
     if not rate > 0:
-        raise ConfigError(
-            f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}: take a smaller"
-            " sigma1"
-        )
+        raise ConfigError(f"thm:main requires `rate` = 2 lambda - d sigma^2 > 0, got {rate:g}")
     if not 0 < eps < V0:
         raise ConfigError(f"`eps` must be above 0 and below V0 = {V0:g}, got {eps:g}")
