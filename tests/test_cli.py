@@ -124,6 +124,10 @@ def test_keys_and_parts_are_listed_and_described():
     message = run_cli("keys", "krumm").one_line()
     assert "'krumm' is no key, no built-in part" in message
     assert "Did you mean `krum`" in message
+    message = run_cli("keys", "algorithm.alpha").one_line()
+    assert (
+        "`alpha` is a parameter of fedassay, fedcb2o, fedcbo: such as `fedcb2o keys fed" in message
+    )
 
 
 def test_a_file_of_another_kind_is_named(tmp_path):

@@ -14,7 +14,7 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.shortfall import Shortfall, beta_note
 
 
-def decisions(sizes, assumed, own_weight=1.0):
+def decisions(sizes, assumed, own_weight=0.5):
     """Return decisions of agents that received these numbers of models."""
     total = sum(sizes)
     ids = Ragged(np.arange(total), np.array(sizes))
@@ -70,13 +70,16 @@ def test_algorithms_without_f_give_no_message():
         assert run(algorithm, [([1, 1, 1], np.nan)]) == []
 
 
-def test_rounds_in_which_an_agent_trusts_no_model_are_counted():
-    """The second agent receives models in two rounds and gives no weight to them or to its own."""
+def test_cases_in_which_an_agent_trusts_no_model_are_counted():
+    """The second agent receives models in two rounds and gives no weight to them or to its own.
+
+    The first one receives models in three, and its own has nearly all the weight in one.
+    """
     shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
-    for sizes in ([2, 3, 0], [2, 0, 0], [1, 1, 0]):
-        shortfall.add([decisions(sizes, np.nan, [1.0, 0.0, 0.0])], np.ones(3, bool))
+    for sizes, own in (([2, 3, 0], 0.96), ([2, 0, 0], 0.95), ([1, 1, 0], 0.9)):
+        shortfall.add([decisions(sizes, np.nan, [own, 0.0, 0.0])], np.ones(3, bool))
     (message,) = shortfall.messages()
-    assert message.startswith("in 2 of 3 rounds an agent trusted none of the models that it rec")
+    assert message.startswith("in 2 of 5 cases an agent trusted none of the models that it rec")
     mixed = decisions([2], np.nan, 0.0)
     mixed.weights[:] = [0.25, 0.75]
     unknown = decisions([2], np.nan, 0.0)
@@ -84,6 +87,20 @@ def test_rounds_in_which_an_agent_trusts_no_model_are_counted():
     shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
     shortfall.add([mixed, unknown], np.ones(2, bool))
     assert shortfall.messages() == []
+
+
+def test_agents_that_train_alone_in_most_cases_are_reported():
+    shortfall = Shortfall(algorithms.fedcb2o(), 0.0)
+    for own in (1.0, 0.97, 0.5, 0.5):
+        alone = decisions([1], np.nan, own)
+        alone.weights[:] = 1 - own
+        shortfall.add([alone], np.ones(1, bool))
+    assert shortfall.messages() == []
+    shortfall.add([decisions([2], np.nan, 1.0)], np.ones(1, bool))
+    (message,) = shortfall.messages()
+    assert message.startswith(
+        "in 3 of 5 cases an agent's own model had more than 95% of the weight"
+    )
 
 
 def test_the_log_has_one_line(caplog):

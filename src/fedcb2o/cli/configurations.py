@@ -72,6 +72,13 @@ def keys(
         for key, values, default, meaning in rows:
             _print_entry(f"{key}: {values} (default: {default})", meaning)
     else:
+        section, _, parameter = str(name).rpartition(".")
+        parts = catalogues.parts_with(parameter, section)
+        if parts:
+            raise ConfigError(
+                f"`{parameter}` is a parameter of {', '.join(parts)}: such as `fedcb2o keys "
+                f"{parts[0]}`"
+            )
         kinds = ", ".join(catalogues.KINDS)
         names = [*catalogues.part_names(), *(row[0] for row in all_rows)]
         raise ConfigError(

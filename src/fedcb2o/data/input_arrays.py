@@ -427,6 +427,10 @@ def _resolve_objects(name: str, values: NDArray[Any]) -> NDArray[Any]:
         hint = ": give the `.toarray()` of each"
     elif any(hasattr(kind, "year") for kind in kinds):
         hint = ": write dates as numbers first, such as days since the first of them"
+    elif values.ndim == 2 and str in kinds:
+        is_word = [any(isinstance(item, str) for item in column) for column in values.T]
+        columns = ", ".join(map(str, np.flatnonzero(is_word)[:_MAX_LISTED_NAMES]))
+        hint = f": words are in column {columns} (from 0); leave them out, or write them as numbers"
     raise DataError(
         f"`{name}` must hold numbers or words, of one kind, got {' and '.join(names)}{hint}"
     )

@@ -157,6 +157,16 @@ def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
         yield name, ", ".join(texts), _summary_line(function)
 
 
+def parts_with(parameter: str, kind: str) -> list[str]:
+    """Return the names of the functions of a kind, or of all kinds, with a parameter."""
+    return [
+        name
+        for kind in ([kind] if kind in KINDS else KINDS)
+        for name, function in _catalogue(kind).items()
+        if parameter in plugins.parameters(function)
+    ]
+
+
 def part_names() -> list[str]:
     """Return the names of all built-in functions, after those of their kinds."""
     return [*KINDS, *(name for kind in KINDS for name in _catalogue(kind))]

@@ -21,6 +21,8 @@ from fedcb2o.federated.run_spec import Algorithm
 
 _LOGGER = logging.getLogger(__name__)
 
+_ALONE_WEIGHT = 0.95  # of an agent's own model, from which it trains alone
+_MIN_ALONE_SHARE = 0.5  # of receivers that train alone, from which it is reported
 _MIN_NEAR_SHARE = 0.1  # of receivers whose models are all too near, from which it is reported
 
 
@@ -56,7 +58,8 @@ class Shortfall:
         """Start with no rounds; rules without an `f` assume the share `malicious_share`."""
         self._share = malicious_share
         self._rounds = 0
-        self._rounds_without_trust = 0
+        self._num_without_trust = 0
+        self._num_alone = 0
         self._num_receivers = 0
         self._num_all_near = 0
         self._rule: Any = None
@@ -81,20 +84,22 @@ class Shortfall:
     def add(self, batches: Sequence[Decisions], is_counted: Bool[np.ndarray, " N"]) -> None:
         """Count one round; `is_counted` is True for benign receivers, by id."""
         self._rounds += 1
-        received, assumed, counted, totals, near = [], [], [], [], []
+        received, assumed, counted, totals, own, near = [], [], [], [], [], []
         for decisions in batches:
             received.append(decisions.received.sizes)
             assumed.append(decisions.f)
             counted.append(is_counted[decisions.agents])
             weights = np.bincount(decisions.received.list_index, decisions.weights, len(decisions))
             totals.append(weights + decisions.own_weight + np.nan_to_num(decisions.previous_weight))
+            own.append(decisions.own_weight)
             is_near = decisions.admission == TOO_NEAR
             near.append(np.bincount(decisions.received.list_index, is_near, len(decisions)))
         sizes = np.concatenate(received)
         is_receiver = np.concatenate(counted) & (sizes > 0)
         self._num_receivers += int(is_receiver.sum())
         self._num_all_near += int((is_receiver & (np.concatenate(near) == sizes)).sum())
-        self._rounds_without_trust += bool((is_receiver & (np.concatenate(totals) == 0)).any())
+        self._num_without_trust += int((is_receiver & (np.concatenate(totals) == 0)).sum())
+        self._num_alone += int((is_receiver & (np.concatenate(own) > _ALONE_WEIGHT)).sum())
         if self._rule is None:
             return
 
@@ -113,11 +118,17 @@ class Shortfall:
     def messages(self) -> list[str]:
         """Describe the shortages of all rounds so far, one sentence per kind."""
         messages = []
-        if self._rounds_without_trust:
+        if self._num_without_trust:
             messages.append(
-                f"in {self._rounds_without_trust} of {self._rounds} rounds an agent trusted none of"
-                " the models that it received (an empty sub-level set, or no finite value of the"
-                " criterion), and kept its own"
+                f"in {self._num_without_trust} of {self._num_receivers} cases an agent trusted none"
+                " of the models that it received in a round (an empty sub-level set, or no finite"
+                " value of the criterion), and kept its own"
+            )
+        if self._num_alone > _MIN_ALONE_SHARE * self._num_receivers:
+            messages.append(
+                f"in {self._num_alone} of {self._num_receivers} cases an agent's own model had more"
+                f" than {_ALONE_WEIGHT:.0%} of the weight in a round, which is training alone: a"
+                " criterion in larger units needs a smaller `alpha`"
             )
         if self._num_all_near > _MIN_NEAR_SHARE * self._num_receivers:
             messages.append(

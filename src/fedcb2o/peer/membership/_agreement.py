@@ -1,5 +1,6 @@
 """Making of a federation from an experiment."""
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -64,6 +65,13 @@ def make_federation(
             "`agents.participation` below 1 is for simulations: a real peer is online, or it is not"
         )
     check_supported(experiment)
+    ignored = [f"`{key}`" for key in ("metrics", "keep_best") if getattr(experiment, key)]
+    if ignored:
+        warnings.warn(
+            f"a federation has no {' and '.join(ignored)}: each member chooses its own metrics, "
+            "such as `fedcb2o peer run --measure auc`",
+            stacklevel=2,
+        )
     agreed = _agreed_settings(experiment)
 
     dim = parameters.dimension(build_module(experiment, experiment.seeds[0], dataset))
