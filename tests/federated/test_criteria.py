@@ -171,7 +171,7 @@ def test_an_excess_is_beyond_the_spread_of_a_models_gaps_over_classes():
     assert values == pytest.approx([0, 0, 0, 1.96 - errors[0], 1.95 - errors[1]])
 
 
-def test_what_other_classes_excuse_is_that_of_the_typical_peer_up_to_one_error():
+def test_other_classes_excuse_as_much_as_for_the_typical_peer_up_to_one_error():
     """Typical peers have the gap 0.08 in both classes, less than an error, or 0.3: three errors.
 
     The last model has a gap of 2 in class 1, and theirs in class 0. Gaps of 0.3 exceed b = 0.1 by

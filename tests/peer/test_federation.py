@@ -78,7 +78,7 @@ def test_the_experiment_equals_the_simulation_without_attackers(organisations):
         assert settings[0][key] == settings[1][key]
 
 
-def test_metrics_of_the_experiment_are_said_to_be_each_members_own(organisations):
+def test_a_warning_names_metrics_which_are_each_members_own(organisations):
     with pytest.warns(UserWarning, match="has no `metrics`: .* `fedcb2o peer run --measure auc`"):
         federated(organisations, changes={"metrics": ["auc"]})
 
