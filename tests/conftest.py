@@ -41,7 +41,7 @@ save_time()
 
 # The machine may be busy: pytest-timeout is the only clock. The same examples in every run, and no
 # folder of examples.
-settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=40)
+settings.register_profile("steady", deadline=None, derandomize=True, database=None, max_examples=25)
 settings.load_profile("steady")
 
 

@@ -785,6 +785,7 @@ def attack(shard, draw):
 
 
 @pytest.mark.usefixtures("no_figures")
+@pytest.mark.usefixtures("no_figures")
 def test_a_failed_cell_is_reported_does_not_stop_others_and_is_tried_again(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))

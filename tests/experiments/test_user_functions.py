@@ -33,6 +33,7 @@ from fedcb2o.federated.attacks.data_poisoning import triggered_by
 from fedcb2o.federated.types import Reduction, RuleOutput, batched, stateful
 
 nan = float("nan")
+notes = 3
 
 
 # Criteria
@@ -106,6 +107,12 @@ def criterion_change_grad(judged):
     return gap(judged)
 def criterion_change_sparse(judged): return judged.losses_under(lambda x: x.to_sparse()).mean
 
+def criterion_scalar(judged): return judged.losses.mean.sum()
+def criterion_wide(judged): return judged.losses.by_class
+def criterion_none(judged): return None
+@batched
+def criterion_local(judged): return judged.losses.mean + judged.context.malicious_share
+
 
 # Rules
 
@@ -173,6 +180,14 @@ def rule_state_meta(state, judged): return {"a": torch.ones(2, device="meta")}, 
 def rule_state_pool(state, judged): return {"a": judged.theta[:3]}, equal(judged)
 @stateful()
 def rule_state_none(state, judged): return None, equal(judged)
+
+def rule_short(judged): return torch.ones(1)
+def rule_sum(judged): return torch.ones(len(judged.received.ids))
+def rule_negative(judged): return torch.tensor([2.0, -1.0] + [0.0] * (len(judged.received.ids) - 2))
+def rule_nan(judged): return torch.full((len(judged.received.ids),), float("nan"))
+def rule_none(judged): return None
+@batched
+def rule_local(judged): return torch.full(judged.received.ids.shape, judged.context.draw.random())
 
 
 # Pre-steps
@@ -257,6 +272,11 @@ def poison_meta(shard, draw): return Shard(shard.x.to("meta"), shard.y)
 def poison_complex(shard, draw): return Shard(shard.x + 0j, shard.y)
 def poison_none(shard, draw): return Shard(None, shard.y)
 def poison_exits(shard, draw): sys.exit(0)
+def poison_nothing(shard, draw): return None
+def poison_tuple(shard, draw): return shard.x, shard.y
+def poison_fewer(shard, draw): return Shard(shard.x[:5], shard.y[:5])
+def poison_shape(shard, draw): return Shard(shard.x[..., :4], shard.y)
+def poison_labels(shard, draw): return Shard(shard.x, shard.y + 50)
 def mark(x): return x * 0.5
 def mark_writes(x): return x.mul_(0.5)
 def mark_short(x): return x[:1]
@@ -284,6 +304,11 @@ def selection_writes(contacts, candidates, budget, draw):
 def selection_mask(contacts, candidates, budget, draw): return candidates <= 3
 def selection_sparse(contacts, candidates, budget, draw): return candidates.to_sparse()
 def selection_exits(contacts, candidates, budget, draw): sys.exit(0)
+def selection_strangers(contacts, candidates, budget, draw): return candidates + 100
+def selection_twice(contacts, candidates, budget, draw): return candidates[[0, 0]]
+def selection_many(contacts, candidates, budget, draw): return candidates[:budget + 1]
+def selection_none(contacts, candidates, budget, draw): return None
+def selection_floats(contacts, candidates, budget, draw): return candidates[:2] + 0.5
 
 import networkx as nx
 def graph_plain(cluster, draw): return nx.complete_graph(len(cluster))
@@ -320,14 +345,66 @@ def model_late(shape, classes): return Late(nn.Flatten(), nn.Linear(64, classes)
 def model_leaves(shape, classes): return Leaves(nn.Flatten(), nn.Linear(64, classes))
 def model_exits(shape, classes): sys.exit(0)
 
-def digits(change):
+def dense(outputs, inputs=64): return nn.Sequential(nn.Flatten(), nn.Linear(inputs, outputs))
+def model_none(shape, classes): return None
+def model_raises(shape, classes): raise KeyError("boom")
+def model_no_arguments(): return dense(10)
+def model_outputs(shape, classes): return dense(classes - 1)
+def model_inputs(shape, classes): return dense(classes, 63)
+def model_batch_norm(shape, classes):
+    norm = nn.BatchNorm1d(64, track_running_stats=False)
+    return nn.Sequential(nn.Flatten(), norm, nn.Linear(64, classes))
+def model_lazy(shape, classes): return nn.Sequential(nn.Flatten(), nn.LazyLinear(classes))
+class Masked(nn.Sequential):
+    def __init__(self, *parts):
+        super().__init__(*parts)
+        self.register_buffer("mask", torch.ones(64))
+
+    def forward(self, x):
+        if self.training: self.mask *= 0.9
+        return super().forward(x * self.mask.view(x.shape[1:]))
+
+def model_buffer(shape, classes): return Masked(nn.Flatten(), nn.Linear(64, classes))
+def model_double(shape, classes): return dense(classes).double()
+def model_nothing(shape, classes): return nn.Flatten()
+
+class Trains(nn.Sequential):
+    def forward(self, x):
+        if self.training: raise KeyError("boom")
+        return super().forward(x)
+
+class Detached(nn.Sequential):
+    def forward(self, x): return super().forward(x).detach()
+
+def model_train_raises(shape, classes): return Trains(nn.Flatten(), nn.Linear(64, classes))
+def model_train_detached(shape, classes): return Detached(nn.Flatten(), nn.Linear(64, classes))
+def model_train_one(shape, classes):  # mini-batches of one sample
+    return nn.Sequential(nn.Flatten(), nn.BatchNorm1d(64), nn.Linear(64, classes))
+
+def made(change_x=lambda x: x, change_y=lambda y: y, names=tuple("0123456789")):
     from fedcb2o.data import digits
     d = digits()
-    return Dataset(Shard(change(d.pool.x), d.pool.y), d.test, d.class_names)
-def data_plain(): return digits(lambda x: x)
-def data_grad(): return digits(lambda x: x.clone().requires_grad_() * 1.0)
-def data_sparse(): return digits(lambda x: x.to_sparse())
-def data_meta(): return digits(lambda x: x.to("meta"))
+    return Dataset(Shard(change_x(d.pool.x), change_y(d.pool.y)), d.test, names)
+
+def data_none(): return None
+def data_high(): return made(change_y=lambda y: y + 1)
+def data_negative(): return made(change_y=lambda y: y - 1)
+def data_short(): return made(change_y=lambda y: y[:-1])
+def data_int32(): return made(change_y=lambda y: y.int())
+def data_numpy(): return made(lambda x: x.numpy(), lambda y: y.numpy())
+def data_nan(): return made(lambda x: x * float("nan"))
+def data_empty(): return made(lambda x: x[:0], lambda y: y[:0])
+def data_other(): return made(lambda x: x[..., :4])
+def flat(s): return Shard(s.x.flatten(1), s.y)
+def data_flat(): return Dataset(flat(made().pool), flat(made().test), tuple("0123456789"))
+def data_names(): return made(names=10)
+def data_one_class():
+    d = made()
+    return Dataset(Shard(d.pool.x, d.pool.y * 0), Shard(d.test.x, d.test.y * 0), ("all",))
+def data_plain(): return made(lambda x: x)
+def data_grad(): return made(lambda x: x.clone().requires_grad_() * 1.0)
+def data_sparse(): return made(lambda x: x.to_sparse())
+def data_meta(): return made(lambda x: x.to("meta"))
 def data_exits(): sys.exit(0)
 
 uniform = algorithms.dfedavgm().select
@@ -335,6 +412,7 @@ COMMON = {"needs_losses": True, "lambda1": 1.0, "mixing_factor": 1.0}
 def algorithm_fails():
     def weigh(judged): return judged.no_such_thing
     return algorithms.Algorithm(select=uniform, weigh=algorithms.RuleWeighing(weigh), **COMMON)
+def algorithm_none(): return None
 def algorithm_exits():
     def select(contacts, candidates, budget, draw): sys.exit(0)
     return algorithms.Algorithm(select=select, weigh=algorithms.RuleWeighing(equal), **COMMON)
@@ -344,7 +422,8 @@ WROTE = "{part} wrote into models that all agents share: let it "
 EXITS = "{part} failed at line {line} of {folder}/own.py: SystemExit:"
 NOT_SUM = "{part} returned weights that are not positive with sum 1"
 
-# The message of the error; or, in a tuple, the case with the same bits; or None for any bits.
+# The message of the error; or, in a tuple, the case with the same bits; or None for any bits. The
+# slow test runs these cases in two processes, and not those of `WRONG`.
 CASES = {
     **dict.fromkeys(
         [
@@ -468,14 +547,85 @@ CASES = {
     "algorithm_fails": "{part} failed at line {line+1} of {folder}/own.py: AttributeError: ",
     "algorithm_exits": "{part} failed at line {line+1} of {folder}/own.py: SystemExit: 0",
 }
+SEVERAL = (
+    "TypeError: `inputs.context` is one agent's, and a function declared `batched` gets "
+    "several agents: "
+)
+
+WRONG = {
+    "data_none": "{part} returned None, expected a fedcb2o.Dataset",
+    "data_high": "has labels outside 0 to 9: 1 to 10",
+    "data_negative": "has labels outside 0 to 9: -1 to 8",
+    "data_short": "holds 1557 samples and 1556 labels",
+    "data_int32": "must hold dense tensors on the CPU, its labels of type int64",
+    "data_numpy": "must hold dense tensors on the CPU, its labels of type int64",
+    "data_nan": "must hold samples of pixels (uint8), tokens (int32 or int64) or finite floating-point features",
+    "data_empty": "in its pool, holds 0 samples and 0 labels",
+    "data_other": (
+        "the samples of the pool of {part} have shape (1, 8, 4), and those"
+        " of its test set (1, 8, 8)"
+    ),
+    "data_flat": "`num_clusters` = 2 turns square images, and the samples have shape (64,); set `num_clusters` = 1",
+    "data_one_class": "{part} has 1 class name: it needs two or more",
+    "data_names": "has class names that are not a tuple of strings: 10",
+    "model_none": "{part} returned None, expected a torch.nn.Module",
+    "model_raises": "{part} failed at line {line} of {folder}/own.py: KeyError: 'boom'",
+    "model_no_arguments": "takes 0 positional arguments but 2 were given",
+    "model_outputs": "returned (2, 9) for 2 samples, expected shape (2, 10)",
+    "model_inputs": "{part} cannot read samples of shape (1, 8, 8): ",
+    "model_batch_norm": "the model's norm `1` keeps no statistics (track_running_stats=False), so its output for a sample ",
+    "model_lazy": "the model has a lazy layer, which has no parameters yet: give its size",
+    "model_buffer": "{part} changes its buffer `mask` in training, which is neither a ",
+    "model_double": "the model needs parameters to train, all of type float32",
+    "model_nothing": "the model needs parameters to train (requires_grad): it has none",
+    "model_train_raises": "{part} failed at line ",
+    "model_train_detached": "{part} has outputs without a gradient in training, so ",
+    "model_train_one": "`training.batch_size` must be 2 or more, got 1: the model's batch norms refuse a single ",
+    "poison_nothing": "{part} returned None, expected a fedcb2o.Shard",
+    "poison_tuple": "{part} returned a tuple, expected a fedcb2o.Shard",
+    "poison_fewer": "{part} returned samples of shape (5, 1, 8, 8) and type torch.float32, expected (30, ",
+    "poison_shape": "{part} returned samples of shape (30, 1, 8, 4)",
+    "poison_labels": "{part} returned labels outside 0 to 9",
+    "criterion_scalar": "{part} returned shape (), expected (3,): a value for each received model",
+    "criterion_wide": "{part} returned shape (3, 10), expected (3,): a value for each received model",
+    "criterion_none": "{part} returned None, expected numbers: is a `return` missing?",
+    "criterion_local": "{part} failed at line {line} of {folder}/own.py: " + SEVERAL,
+    "selection_strangers": "{part} chose [101, 102, 103, 104, 105], expected different ones of [1, ",
+    "selection_twice": "{part} chose [1, 1], expected different ones of [1, 2, 3, 4, 5]",
+    "selection_many": "{part} chose 4 peers, more than `budget` = 3: [1, 2, 3, 4]",
+    "selection_none": "{part} returned None, expected numbers: is a `return` missing?",
+    "selection_floats": "{part} chose [1.5, 2.5], expected different ones of [1, 2, 3, 4, 5]",
+    "rule_short": "{part} returned weights of shape (1,), expected (3,) or (4,)",
+    "rule_sum": "{part} returned weights that are not positive with sum 1: [1.0, 1.0, 1.0]",
+    "rule_negative": "{part} returned weights that are not positive with sum 1: [2.0, -1.0, 0.0]",
+    "rule_nan": "{part} returned weights that are not positive with sum 1: [nan, nan, nan]",
+    "rule_none": "{part} returned None, expected numbers: is a `return` missing?",
+    "rule_local": "{part} failed at line {line} of {folder}/own.py: " + SEVERAL,
+    "algorithm_none": "the algorithm returned None, expected an Algorithm",
+    "notes": "the model `own:notes` is of type int, not a function",
+    "nothing": "the model `own:nothing` cannot be imported: module 'own' has no attribute",
+    "no_module:f": "the model `no_module:f` cannot be imported: ModuleNotFoundError: No module named 'no_module'",
+    "raises:f": "the model `raises:f` cannot be imported: RuntimeError: at import",
+    "leaves:f": "the model `leaves:f` cannot be imported: SystemExit: 3",
+    "syntax:f": "the model `syntax:f` cannot be imported: SyntaxError: ",
+    ":f": "the model `:f` cannot be imported: ValueError: Empty module name",
+}
 PLAIN = sorted({case[0] for case in CASES.values() if isinstance(case, tuple)})
 
 
 def change_for(name: str) -> dict[str, Any]:
     """Return the changes of the tiny experiment that use a function."""
-    function_name, kind = f"own:{name}", name.split("_")[0]
+    function_name, kind = name if ":" in name else f"own:{name}", name.split("_")[0]
     by_rule = {"name": "by_rule", "rule": function_name, "needs_losses": True}
     match kind:
+        case "criterion" if name in WRONG:
+            return {"algorithm": {"criterion": function_name}}
+        case "rule" if name in WRONG:
+            return {"algorithm": {"name": "by_rule", "rule": function_name}}
+        case "model" if name == "model_train_one":
+            return {"model": {"name": function_name}, "training": {"batch_size": 1}}
+        case "data" | "algorithm":
+            return {kind: {"name": function_name}}
         case "criterion":  # a side effect would show in the sub-level set and in the second call
             both = {"name": "weighted_sum", "of": [function_name, "average_loss", function_name]}
             attack = {"attack": {"name": "alie"}} if name.endswith("crafted") else {}
@@ -500,9 +650,15 @@ def change_for(name: str) -> dict[str, Any]:
             return {"algorithm": {"selection": function_name}}
         case "graph":
             return {"agents": {"graph": function_name}}
-    return {kind: {"name": function_name}}
+    return {"model": {"name": function_name}}
 
 
+MODULES = {
+    "own": USER_MODULE,
+    "raises": 'raise RuntimeError("at import")',
+    "leaves": "import sys\nsys.exit(3)",
+    "syntax": "def f(:",
+}
 DRIVER = """
 import json, sys, traceback
 from pathlib import Path
@@ -526,7 +682,8 @@ json.dump(found, open(f"found-{workers}.json", "w"))
 
 def run_cases(folder: Path, workers: int, names: list[str]) -> dict[str, list[Any]]:
     """Run the cases with `workers` processes; return status, output and bits by name."""
-    (folder / "own.py").write_text(USER_MODULE)
+    for module, text in MODULES.items():
+        (folder / f"{module}.py").write_text(text)
     for name in names:
         write(folder / f"{name}.toml", **{"rounds": 2, **change_for(name)})
     environment = {
@@ -546,16 +703,16 @@ def run_cases(folder: Path, workers: int, names: list[str]) -> dict[str, list[An
 def assert_outcome(name: str, folder: Path, outcomes: dict[str, list[Any]]) -> None:
     """Assert that a case has its expected outcome."""
     status, out, err, *run_bits = outcomes[name]
-    expected = CASES[name]
+    expected = (CASES | WRONG)[name]
     if expected is None or isinstance(expected, tuple):
         assert status == 0, err
         if expected:
             assert outcomes[expected[0]][0] == 0, outcomes[expected[0]]
             assert run_bits == outcomes[expected[0]][3:]
         return
-    line = next(
-        i for i, text in enumerate(USER_MODULE.splitlines(), 1) if text.startswith(f"def {name}(")
-    )
+    assert out == ""
+    lines = USER_MODULE.splitlines()
+    line = next((i for i, text in enumerate(lines, 1) if text.startswith(f"def {name}(")), 0)
     kind = {"pre": "pre-step", "poison": "attack", "data": "data set"}.get(
         name.split("_")[0], name.split("_")[0]
     )
@@ -568,10 +725,10 @@ def assert_outcome(name: str, folder: Path, outcomes: dict[str, list[Any]]) -> N
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory):
     folder = tmp_path_factory.mktemp("own")
-    return folder, run_cases(folder, 1, [*PLAIN, *CASES])
+    return folder, run_cases(folder, 1, [*PLAIN, *CASES, *WRONG])
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *WRONG])
 def test_user_functions_in_one_process(one_process, name):
     assert_outcome(name, *one_process)
 

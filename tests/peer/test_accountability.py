@@ -191,7 +191,7 @@ def test_honest_members_are_never_accused_of_equivocation(members):
     """Two honest members with different models of one agent also detect it in the next round."""
     Members.organisations, Members.federation = members
     options = settings(
-        max_examples=25,
+        max_examples=12,
         stateful_step_count=15,
         deadline=None,
         suppress_health_check=list(HealthCheck),

@@ -2,7 +2,6 @@
 
 import contextlib
 import signal
-from collections import defaultdict
 
 import pytest
 import torch
@@ -75,12 +74,6 @@ EQUIVOCATOR = {
 PACE = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.4}
 
 
-def disable_detection() -> None:
-    """Disable the comparison of manifests in a node."""
-    Ledger.record = lambda self, signed: None
-    Ledger.find_conflicts = lambda self, digests: []
-
-
 def detection_rounds(peers: Nodes, attacker: int) -> list[int | None]:
     """Return the first round in which each node stops asking the attacker."""
     first_rounds = []
@@ -122,41 +115,3 @@ def test_an_equivocating_member_is_detected(tmp_path):
         assert all(n is not None and n <= 6 for n in detection_rounds(peers, 4)), detection_rounds(
             peers, 4
         )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "attack", [{"name": "equivocation", "z": 4.0}, {"name": "dissensus", "eps": 2.0}]
-)
-def test_detection_of_equivocation_improves_accuracy(attack, tmp_path):
-    """Compare the accuracy with and without detection; `-s` prints it."""
-    accuracy, rounds = defaultdict(list), []
-    for seed in range(3):
-        for check in (True, False):
-            changes = {
-                **EQUIVOCATOR,
-                "rounds": 12,
-                "attack": attack,
-                "seeds": [seed],
-                "algorithm": {"name": "by_rule", "rule": "mean"},
-            }
-            with nodes(tmp_path / f"{seed}-{check}", 5, changes=changes, **PACE) as peers:
-                peers.start(*range(4), prepare=None if check else disable_detection)
-                peers.start(4)
-                assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
-                accuracy[check] += [peers.lines(j)[-1]["accuracy"] for j in range(4)]
-                if check:
-                    rounds += detection_rounds(peers, 4)
-                assert (
-                    not any("equivocation" in line["refused"].values() for line in peers.lines(0))
-                    or check
-                )
-    detection_round, with_detection, without_detection = (
-        sum(series) / len(series) for series in (rounds, accuracy[True], accuracy[False])
-    )
-    print(
-        f"\n{attack['name']}: found out in round {detection_round:.1f}; accuracy {with_detection:.1%}, "
-        f"unchecked {without_detection:.1%}"
-    )
-    assert detection_round <= 5
-    assert with_detection > without_detection

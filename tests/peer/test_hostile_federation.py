@@ -271,7 +271,7 @@ VALUES = st.recursive(
 
 
 @settings(
-    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(data=st.data())
 def test_any_change_gives_a_valid_federation_or_a_one_line_error(federation_file, data):
