@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from jaxtyping import Float
 from paper import cells
@@ -168,6 +169,18 @@ def run_cell(cell: Cell) -> tuple[float, float]:
         "evaluate_every": 25,
     }
     return cells.measure("digits-fedassay", changes, seed)
+
+
+def adaptive_table() -> pd.DataFrame:
+    """Return accuracy and, under attack, success by attack and method, as text."""
+    means = pd.read_csv(VALUES).groupby(["attack", "method"])[["accuracy", "success"]].mean()
+    accuracy, success = (
+        means[measure].map("{:.1f}".format).unstack().loc[list(ATTACKS), list(COMPARED)]
+        for measure in cells.MEASURES
+    )
+    table = accuracy + " / " + success
+    table.loc["none"] = accuracy.loc["none"]
+    return table.rename_axis("Attack").rename_axis(columns=None)
 
 
 def main() -> None:

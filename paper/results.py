@@ -27,6 +27,7 @@ import numpy as np
 import pandas as pd
 import tomli_w
 from paper import preregistered
+from paper.adaptive import adaptive_table
 from paper.long_training import long_training_table
 from paper.weak_places import weak_places_table
 from PIL import Image
@@ -393,6 +394,7 @@ TABLES = {
     "regrets": regrets_table,
     "long_training": long_training_table,
     "weak_places": weak_places_table,
+    "adaptive": adaptive_table,
 }
 
 
