@@ -27,6 +27,7 @@ from fedcb2o.report import (
     read_grid,
     regret_figure,
     report_grid,
+    terminal_tables,
 )
 from fedcb2o.report._explorer import unpack
 from fedcb2o.report._heat_map import draw_heat_map
@@ -332,6 +333,9 @@ def test_more_malicious_models_than_a_rule_assumes_are_marked(tmp_path, f, excee
     assert attacked.malicious_most.tolist() == [1.0] * 4
     assert attacked.f_exceeded.tolist() == pytest.approx([exceeded] * 4, nan_ok=True)
     assert (metric_matrix(view, "accuracy").loc[MEDIAN, FLIP][-1] == "†") is (f == 0)
+    mark = " †" if f == 0 else ""
+    table = terminal_tables(view.results)[""].loc[MEDIAN]
+    assert table[["Attackers clean", FLIP]].tolist() == [f"87.5{mark}", f"75.0{mark}"]
     worst = worst_regrets(view).loc[MEAN, ["Regret in accuracy, worst", "Regret in either, worst"]]
     assert [text.endswith(") †") for text in worst] == [f == 0] * 2
     cell_texts = [text.get_text() for text in regret_figure(view, "accuracy").axes[0].texts]

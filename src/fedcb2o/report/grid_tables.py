@@ -25,6 +25,7 @@ from fedcb2o.report.grid_results import BASELINES, GridResults
 WORST_COLUMN = "Worst"
 SIGNIFICANT_MARK = " *"
 _EXCEEDED_MARK = " †"
+_MAX_TERMINAL_ATTACKS = 4
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,8 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
         results: A grid, such as from `read_grid`.
 
     Returns:
-        Text, one row per defence: accuracies without attack and worst regrets, without intervals.
+        Text, one row per defence: accuracies without attack, under up to four attacks, and worst
+        regrets, without intervals.
     """
     tables = {}
     for setting in results.settings:
@@ -252,8 +254,11 @@ def terminal_tables(results: GridResults) -> dict[str, pd.DataFrame]:
         regrets = worst_regrets(view)
         regrets = regrets[[name for name in regrets if "in either" not in str(name)]]
         regrets = regrets.rename(columns=_shorten_contest)
-        table = defence_overview(view)[view.baselines].join(regrets)
-        tables[setting] = table.replace(r" [\[(].*", "", regex=True)
+        columns = view.columns(view.main)
+        if len(columns) > len(view.baselines) + _MAX_TERMINAL_ATTACKS:
+            columns = view.baselines
+        table = metric_matrix(view, view.main)[columns].join(regrets)
+        tables[setting] = table.replace(r" [\[(][^\])]*[\])]", "", regex=True)
     return tables
 
 
