@@ -21,7 +21,8 @@ from tests.peer.test_relay_runs import same_bits, simulated_models
 from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
-from fedcb2o.peer import Federation
+from fedcb2o.peer import Federation, read_federation
+from fedcb2o.peer.node.preflight import CheckResult, check_members
 from fedcb2o.peer.wire.probe import probe_member
 from fedcb2o.peer.wire.transport import Https
 
@@ -139,7 +140,9 @@ def mitmproxy(folder: Path, trusted: str) -> Iterator[dict[str, str]]:
 
 
 @needs_mitmproxy
-def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(tmp_path) -> None:
+def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(
+    tmp_path, monkeypatch
+) -> None:
     """The proxy reads each request, and sees names, times and sizes only."""
     orgs = relays.behind_nat(tmp_path, 3)
     settings = members.experiment(3, rounds=ROUNDS)
@@ -154,7 +157,13 @@ def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(tmp
         mitmproxy(tmp_path, keys.member.root) as variables,
         contextlib.closing(peers),
     ):
-        train(peers, 0, variables, relay=keys.folder / "relay.member.toml")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        location = keys.folder / "relay.member.toml"
+        results = check_members(read_federation(path), orgs[0], seconds=2.0, relay=location)
+        assert CheckResult("relay", "", ("a proxy ends TLS on the way",)) in results
+        monkeypatch.undo()
+        train(peers, 0, variables, relay=location)
     models = simulated_models(tmp_path / "simulation", settings)
     assert all(same_bits(peers.model(j), models[j]) for j in range(3))
     for j in range(3):

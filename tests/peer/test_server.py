@@ -508,8 +508,8 @@ def test_simultaneous_uploads_are_limited_and_served_in_turn(scene):
         server.on_request(scene.request(RequestKind.MODEL, sender), recording_reply(sender))
     time.sleep(0.1)
     assert order == []
-    server._federation = server._federation.model_copy(
-        update={"limits": server._federation.limits.model_copy(update={"uploads": 3})}
+    server.federation = server.federation.model_copy(
+        update={"limits": server.federation.limits.model_copy(update={"uploads": 3})}
     )
     with server._changed:
         server._changed.notify_all()

@@ -153,13 +153,12 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
     """Return the result of the relay, or of the folder in its place."""
     mailbox = relayed.mailbox
     if isinstance(mailbox, RelayMailbox):
-        probe = probe_member(mailbox.relay, identity, program="`fedcb2o peer relay`")
-        notes = _describe_expiry(probe.expires) if probe.expires else ()
+        notes: tuple[str, ...] = ("a proxy ends TLS on the way",)
+        if not mailbox.has_proxy:
+            notes = _describe_expiry(mailbox.expires) if mailbox.expires else ()
         if relayed.removal:
             return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)
-        error = probe.error or relayed.error
-        if not error:
-            error = describe_relay_version(federation, mailbox.federation())
+        error = relayed.error or describe_relay_version(federation, mailbox.federation())
         return CheckResult(mailbox.relay.name, error, notes)
     return CheckResult("relay", relayed.error, ("a folder",))
 

@@ -58,11 +58,9 @@ _LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "
 _INCOMPATIBLE = AnswerStatus.ANOTHER_VERSION.label
 FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
-_RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")
-"""Reasons of a missing model that may soon be gone."""
+_RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")  # of a missing model, which may soon be gone
 SILENT_REASONS = (_LATE, _NO_ANSWER)  # reasons of a missing model of a peer that did not answer
-BLAMELESS_REASONS = (_LATE, *_RETRIABLE_REASONS, _MOVED_ON)
-"""Reasons of a missing model that do not indicate a fault of the peer."""
+BLAMELESS_REASONS = (_LATE, *_RETRIABLE_REASONS, _MOVED_ON)  # no fault of the peer
 
 
 class StoppedError(Exception):
@@ -150,11 +148,9 @@ class PeerClient:
             exchange.close()
 
     def audit(self, n: int, peers: Iterable[int]) -> None:
-        """Ask members for their manifests in the background.
+        """Ask members for their manifests in the background; nothing waits for the answers.
 
-        Nothing waits for the answers. Each member has its own thread, and gets no second question
-        before the first one has ended. Of more than 32 members, another part is asked in each
-        round.
+        Of more than 32 members, another part is asked in each round.
         """
         ids = sorted(peers)
         start = n * _MAX_AUDITS % max(1, len(ids))
@@ -222,7 +218,6 @@ class PeerClient:
         """Ask members that gave no model for their description, in the background.
 
         A member with a later version of the federation, which removes this one, sends that version.
-        A member that was asked and has not answered is not asked again.
         """
         for peer in peers:
             ask = functools.partial(self.hello, peer, HELLO_SECONDS)
@@ -257,6 +252,7 @@ class PeerClient:
     ) -> tuple[set[int], Manifest | None]:
         """Return the peers that answer, and the newest manifest of this agent that they hold."""
         end = time.monotonic() + seconds
+        rounds = self.federation.rounds
         silent = set(peers)
         answered = set[int]()
         manifests = list[Manifest]()
@@ -269,18 +265,16 @@ class PeerClient:
             for peer, question in questions.items():
                 answer = sessions[peer].answer(question) or Answer(AnswerStatus.MALFORMED)
                 _, manifest = protocol.verify_member_manifest(answer.body, self.federation)
-                own = [one for one in (manifest,) if one is not None and self._is_own(one)]
-                manifests += own
-                if own or answer.status is AnswerStatus.NOT_HERE:
-                    answered.add(peer)
+                if manifest and manifest.agent == self.agent_id and manifest.round < rounds:
+                    manifests.append(manifest)
+                elif answer.status is not AnswerStatus.NOT_HERE:
+                    continue
+                answered.add(peer)
             silent -= answered
             # A new link may not lead to the other agent yet.
             if silent:
                 self.stop.wait(_RETRY_SECONDS[1])
         return answered, max(manifests, key=lambda manifest: manifest.round, default=None)
-
-    def _is_own(self, manifest: Manifest) -> bool:
-        return manifest.agent == self.agent_id and manifest.round < self.federation.rounds
 
     def peek(self, n: int, ids: Iterable[int]) -> dict[int, Float[Tensor, " d"]]:
         """Download models for an attacker of a simulation; missing ones are left out."""
@@ -379,33 +373,28 @@ class _PeerSession:
             client.ledger.prove(agent, n, signed)
 
 
+@dataclass(eq=False)
 class _Exchange:
-    """Downloads of one round, and the wait for them.
+    """Downloads of one round; waiting costs nothing until the monotonic time `free_until`."""
 
-    Models are missing after `seconds`. Waiting costs nothing until the monotonic time `free_until`.
-    """
+    client: PeerClient
+    n: int
+    rows: Mapping[int, Float[Tensor, " d"]]
+    seconds: float
+    spares: Sequence[int]
+    free_until: float
 
-    def __init__(
-        self,
-        client: PeerClient,
-        n: int,
-        rows: Mapping[int, Float[Tensor, " d"]],
-        seconds: float,
-        spares: Sequence[int],
-        free_until: float,
-    ) -> None:
-        self.client = client
-        self.n = n
-        self.rows = rows
-        self.is_synchronous = client.federation.synchronous
-        self.spares = [peer for peer in spares if peer not in rows and not self.is_synchronous]
+    def __post_init__(self) -> None:
+        self.is_synchronous = self.client.federation.synchronous
+        others = [peer for peer in self.spares if peer not in self.rows]
+        self.spares = [] if self.is_synchronous else others
         start = time.monotonic()
-        client.patience.earn(start, seconds)
-        self.rules = Wait(client.patience, start, start + seconds, free_until)
-        num_threads = len(rows) + min(len(rows), len(self.spares))
+        self.client.patience.earn(start, self.seconds)
+        self.rules = Wait(self.client.patience, start, start + self.seconds, self.free_until)
+        num_threads = len(self.rows) + min(len(self.rows), len(self.spares))
         self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="download")
         self.downloads = dict[int, _ModelDownload]()
-        for peer, row in rows.items():
+        for peer, row in self.rows.items():
             self._submit(peer, row)
 
     def _submit(self, peer: int, row: Float[Tensor, " d"]) -> None:
@@ -623,7 +612,8 @@ class _ModelDownload(_PeerSession):
         # The peer may have replaced the snapshot.
         if answer.status is not AnswerStatus.OK:
             return b"", answer.status.label
-        is_valid = len(answer.body) == size and _sha256(answer.body) == expected
+        digest = hashlib.sha256(answer.body).digest()
+        is_valid = len(answer.body) == size and digest == expected
         return answer.body, "" if is_valid else "hash"
 
     def _request_chunk(self, manifest: Manifest, k: int) -> Question:
@@ -638,7 +628,3 @@ def number_fault(theta: Float[Tensor, " d"]) -> str:
     if is_acceptable(np.array([largest])).all():
         return ""
     return "bound" if math.isfinite(largest) else "not finite"
-
-
-def _sha256(content: protocol.BytesLike) -> bytes:
-    return hashlib.sha256(content).digest()

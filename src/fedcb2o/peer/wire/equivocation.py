@@ -51,16 +51,12 @@ _HELD_BYTES = 2**20  # further manifests of each agent
 _MAX_PROOF_BYTES = 2**21  # two of the longest manifests, as text
 _PROOF_SUFFIX = ".proof.toml"
 JOURNAL_FILE = "signed.jsonl"
-RESTORED_FILE = "restored"
-"""Mark of a run directory whose journal may be older than the last signature."""
+RESTORED_FILE = "restored"  # mark of a journal that may be older than the last signature
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Two different manifests of one agent, run and round, signed alike.
-
-    The round counts from 0. The signed manifests are sorted.
-    """
+    """Two different manifests, sorted, of one agent, run and round (from 0), signed alike."""
 
     name: str
     agent: int
@@ -127,10 +123,9 @@ class Proof:
 
 
 def verify_proof(path: Path, federation: Federation | None = None) -> str:
-    """Verify the proof in a file, and describe in one line what it proves.
+    """Describe in one line what the proof in a file proves; DataError if it proves nothing.
 
-    With a federation, it must accuse one of its members. A DataError says that it is no valid
-    proof.
+    With a federation, it must accuse one of its members.
     """
     proof = Proof.read(path)
     summary = (

@@ -33,8 +33,7 @@ from fedcb2o.safe_files import create_exclusive, describe_kind, open_folder, rea
 _LOGGER = logging.getLogger(__name__)
 _CARD_KINDS = ("run", "check")
 _MAX_CARD_BYTES = 2**9
-_MAX_ENTRIES = 2**12
-"""Entries of one folder that are looked at. A box with more of them is put aside."""
+_MAX_ENTRIES = 2**12  # of a folder that are looked at; a box with more is put aside
 _MAX_NOTES = 20  # log lines of one process about entries that are ignored
 _STALE_SECONDS = 600.0  # age from which cards and boxes of ended sessions are removed
 _POLL_SECONDS = 0.02
@@ -196,17 +195,15 @@ class FolderMailbox:
                 _remove(folder, name)
                 if size > MAX_TAKEN_BYTES or len(messages) == self._max_messages:
                     break
+        # Entries that stay could hide all messages: an empty box begins under the same name.
         if len(entries) == _MAX_ENTRIES and len(messages) < self._max_messages:
-            self._put_aside(box)
+            member, session = box.split("/")
+            with self._open("boxes", member) as parent:
+                os.rename(session, secrets.token_hex(16), src_dir_fd=parent, dst_dir_fd=parent)
+            text = f"it has {_MAX_ENTRIES} entries or more"
+            self._note_ignored(self._folder / "boxes" / box, text)
+            self._keep(box)
         return messages
-
-    def _put_aside(self, box: str) -> None:
-        """Begin an empty box under the same name: entries that stay could hide all messages."""
-        member, session = box.split("/")
-        with self._open("boxes", member) as parent:
-            os.rename(session, secrets.token_hex(16), src_dir_fd=parent, dst_dir_fd=parent)
-        self._note_ignored(self._folder / "boxes" / box, f"it has {_MAX_ENTRIES} entries or more")
-        self._keep(box)
 
     def stored_bytes(self, box: str, sender: str) -> int:
         """Return the counted size of one sender's messages in a box; OSError without the box."""

@@ -22,9 +22,9 @@ import struct
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -58,8 +58,7 @@ _BACKLOG = 128
 _ACCEPTS_PER_TURN = 32
 _POLL_SECONDS = 0.25
 _DESCRIPTORS_SECONDS = 0.1  # pause after a connection that finds no free descriptor
-# Value of SO_LINGER: on, with 0 seconds. Closing the socket then resets its connection.
-_RESET = struct.pack("ii", 1, 0)
+_RESET = struct.pack("ii", 1, 0)  # SO_LINGER, on, with 0 seconds: closing resets the connection
 _REFUSED = "the request is malformed, unsigned, repeated, too frequent, or for another member"
 _NO_DESCRIPTOR = (
     "connections wait, because this process has too many open files: raise the limit of its "
@@ -200,6 +199,7 @@ def start_tls(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSock
         raise
 
 
+@dataclass(eq=False)
 class Listener:
     """Listener of one agent, or of a relay.
 
@@ -214,29 +214,20 @@ class Listener:
     those of some members by their roots.
     """
 
-    def __init__(
-        self,
-        listening: socket.socket,
-        identity: Identity,
-        members: Sequence[Member],
-        on_request: Callable[[HttpRequest, Responder], None],
-        *,
-        max_body: int = 0,
-        max_connections: int = MAX_CONNECTIONS,
-        authenticate: Callable[[HttpRequest], Member | None] | None = None,
-        has_clients: bool = True,
-        on_presence: Callable[[str, bool], None] = lambda name, is_connected: None,
-        paces: Mapping[str, Pace] | None = None,
-    ) -> None:
-        self._listening = listening
-        self._context = server_context(identity, members, has_clients=has_clients)
-        self._members = members
-        self._on_request = on_request
-        self._max_body = max_body
-        self._max_connections = max_connections
-        self._authenticate = authenticate
-        self._has_clients = has_clients
-        self._on_presence = on_presence
+    listening: socket.socket
+    identity: Identity
+    members: Sequence[Member]
+    on_request: Callable[[HttpRequest, Responder], None]
+    _: KW_ONLY
+    max_body: int = 0
+    max_connections: int = MAX_CONNECTIONS
+    authenticate: Callable[[HttpRequest], Member | None] | None = None
+    has_clients: bool = True
+    on_presence: Callable[[str, bool], None] = lambda name, is_connected: None
+    paces: dict[str, Pace] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._context = server_context(self.identity, self.members, has_clients=self.has_clients)
         self._selector = selectors.DefaultSelector()
         # By descriptor, those that end first come first.
         self._pending: dict[int, _Connection] = {}
@@ -244,15 +235,14 @@ class Listener:
         self._delayed: list[tuple[float, int, _Connection]] = []
         self._order = itertools.count()
         self._by_root: dict[str, list[_Connection]] = {}
-        self._paces = dict(paces or {})
         self._answered = deque[_Connection]()
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._logged = set[str]()
         self._wake_out, self._wake_in = socket.socketpair()
-        for one in (listening, self._wake_out, self._wake_in):
+        for one in (self.listening, self._wake_out, self._wake_in):
             one.setblocking(False)
-        self._selector.register(listening, selectors.EVENT_READ)
+        self._selector.register(self.listening, selectors.EVENT_READ)
         self._selector.register(self._wake_out, selectors.EVENT_READ)
         self._thread = threading.Thread(target=self._run, name="fedcb2o-listen", daemon=True)
         self._thread.start()
@@ -294,7 +284,7 @@ class Listener:
             with suppress(OSError):
                 connection.shut_down()
         self._selector.close()
-        self._listening.close()
+        self.listening.close()
         self._wake_out.close()
         self._wake_in.close()
 
@@ -309,7 +299,7 @@ class Listener:
         if self._delayed:
             pause = min(pause, max(0.0, self._delayed[0][0] - time.monotonic()))
         for key, _ in self._selector.select(pause):
-            if key.fileobj is self._listening:
+            if key.fileobj is self.listening:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 with suppress(BlockingIOError):
@@ -331,7 +321,7 @@ class Listener:
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
             try:
-                raw, address = self._listening.accept()
+                raw, address = self.listening.accept()
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._log_once(_NO_DESCRIPTOR)
@@ -343,7 +333,7 @@ class Listener:
             while len(self._pending) >= _MAX_PENDING:
                 self._drop(self._oldest_of_most())
             end = time.monotonic() + HANDSHAKE_SECONDS
-            parser = RequestParser(self._max_body)
+            parser = RequestParser(self.max_body)
             self._wait(_Connection(raw, str(address[0]), end, parser), self._pending)
 
     def _wait(self, connection: _Connection, table: dict[int, _Connection]) -> None:
@@ -367,8 +357,8 @@ class Listener:
                 if tls is None:
                     return
                 connection.is_open = True
-                if self._has_clients:
-                    member, expires = remote_member(tls, self._members)
+                if self.has_clients:
+                    member, expires = remote_member(tls, self.members)
                     connection.certificate = member, expires.timestamp()
             self._read_request(connection)
         except RefusedError as error:
@@ -407,8 +397,8 @@ class Listener:
         expires = math.inf
         if connection.certificate is not None:
             signer, expires = connection.certificate
-        if self._authenticate is not None:
-            signer = self._authenticate(request)
+        if self.authenticate is not None:
+            signer = self.authenticate(request)
         members = [connection.member, connection.certificate and connection.certificate[0]]
         if signer is None or any(one and one.root != signer.root for one in members):
             raise RefusedError(401, "no signature of this member")
@@ -422,7 +412,7 @@ class Listener:
         assert member is not None
         if connection.member is None:
             self._admit(connection, member)
-        if delay := self._paces.setdefault(member.root, Pace()).delay():
+        if delay := self.paces.setdefault(member.root, Pace()).delay():
             due = time.monotonic() + delay
             heapq.heappush(self._delayed, (due, next(self._order), connection))
             return
@@ -434,10 +424,10 @@ class Listener:
         with self._lock:
             several = self._by_root.setdefault(member.root, [])
             several.append(connection)
-            surplus = several[: -self._max_connections]
+            surplus = several[: -self.max_connections]
             is_first = len(several) == 1
         if is_first:
-            self._on_presence(member.name, True)
+            self.on_presence(member.name, True)
         for old in surplus:
             # Another thread may be sending an answer on it.
             with suppress(OSError):
@@ -446,7 +436,7 @@ class Listener:
     def _hand_over(self, connection: _Connection) -> None:
         respond = Responder(partial(self._respond, connection), 403, _REFUSED)
         try:
-            self._on_request(connection.parser.request, respond)
+            self.on_request(connection.parser.request, respond)
         except Exception:
             _LOGGER.exception("a request could not be handled")
             respond(500, "the request could not be handled")
@@ -484,7 +474,7 @@ class Listener:
         except OSError:  # the remote is gone
             self._release(connection)
             return
-        connection.surplus = self._max_body + MAX_HEADER_BYTES
+        connection.surplus = self.max_body + MAX_HEADER_BYTES
         connection.end = time.monotonic() + HANDSHAKE_SECONDS
         self._wait(connection, self._pending)
 
@@ -531,4 +521,4 @@ class Listener:
             is_last = not several
         connection.sock.close()
         if is_last:
-            self._on_presence(connection.member.name, False)
+            self.on_presence(connection.member.name, False)

@@ -17,8 +17,8 @@ import secrets
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Iterable
+from datetime import datetime
 from itertools import chain
 from typing import Any
 
@@ -45,8 +45,7 @@ _MAX_VERSION_BYTES = 2**10
 _FULL_SECONDS = 0.05, 0.4  # first and longest pause before a message is sent to a full box again
 _MAX_CONNECTIONS = 16
 FORMER_MEMBER = 410  # status of a relay's reply to a former member, with the federation's file
-PROXY_CA = "FEDCB2O_PROXY_CA"
-"""Variable with the file of the authority of a proxy that ends TLS on the way to a relay."""
+PROXY_CA = "FEDCB2O_PROXY_CA"  # file with the authority of a proxy that ends TLS
 _CONTEXT = b"fedcb2o relay request v1\0"
 _SIGNED_TARGET = re.compile(r".*[?&]key=([0-9a-f]{64})&to=([0-9a-f]{64})&nonce=([0-9a-f]{32})")
 BOX_NAME = re.compile(r"[a-z0-9-]{1,63}/[0-9a-f]{32}")
@@ -54,10 +53,7 @@ CARD_NAME = re.compile(r"[a-z0-9-]{1,63}\.(run|check)")
 
 
 class FormerMemberError(PermissionError):
-    """The relay no longer serves this member.
-
-    `file` is what it shows as a later version of federation.toml, unchecked.
-    """
+    """Refusal of a relay; `file` is what it shows as a later federation.toml, unchecked."""
 
     def __init__(self, file: bytes) -> None:
         super().__init__("the relay no longer serves this member")
@@ -67,15 +63,22 @@ class FormerMemberError(PermissionError):
 class RelayMailbox:
     """Mailbox of a relay, over HTTPS connections that this member opens.
 
-    Methods raise OSError if it cannot be reached. `FolderMailbox` has the same ones.
+    Methods raise OSError if it cannot be reached. `FolderMailbox` has the same ones. `expires` is
+    the expiry of the relay's certificate, None before it was seen.
     """
 
     def __init__(self, relay: Member, identity: Identity) -> None:
         self.relay = relay
+        self.expires: datetime | None = None
         self._identity = identity
         self._pool: Pool | None = None
         self._lock = threading.Lock()
         self._closed = False
+
+    @property
+    def has_proxy(self) -> bool:
+        """True if a proxy on the way to the relay ends TLS."""
+        return bool(os.environ.get(PROXY_CA))
 
     def publish_card(self, name: str, card: bytes) -> None:
         """Store this member's card, which replaces an earlier one; an empty one removes it.
@@ -92,11 +95,7 @@ class RelayMailbox:
         return dict(zip(names, entries[1::2], strict=False))
 
     def federation(self) -> dict[str, Any]:
-        """Ask which version of the federation the relay holds; its answer is not trusted.
-
-        It has the keys "run", "version" and "federation" (the hash of the version), and is empty if
-        the relay does not say.
-        """
+        """Return the relay's `federation_state`, which nothing proves; empty if it does not say."""
         try:
             content = json.loads(self._call("GET", "federation", CONNECT_SECONDS))
         except (OSError, ValueError, RecursionError):
@@ -183,14 +182,22 @@ class RelayMailbox:
                 raise ConnectionError("the mailbox is closed")
             if self._pool is None:
                 context = client_context(self._identity, self.relay)
-                check: Callable[[ssl.SSLSocket], object]
-                check = partial(remote_member, members=[self.relay])
-                if authority := os.environ.get(PROXY_CA):
-                    _trust(context, authority)
-                    # The proxy shows a certificate of its own.
-                    check = lambda connection: None  # noqa: E731
-                self._pool = Pool(self.relay, context, _MAX_CONNECTIONS, check)
+                try:
+                    # Messages stay sealed.
+                    if self.has_proxy:
+                        context.load_verify_locations(os.environ[PROXY_CA])
+                except OSError as error:
+                    raise ConfigError(
+                        f"{PROXY_CA}={os.environ[PROXY_CA]} cannot be read as certificates in PEM: "
+                        f"{error.strerror or error}"
+                    ) from error
+                self._pool = Pool(self.relay, context, _MAX_CONNECTIONS, self._check)
             return self._pool
+
+    def _check(self, connection: ssl.SSLSocket) -> None:
+        # A proxy that ends TLS shows a certificate of its own.
+        if not self.has_proxy:
+            _, self.expires = remote_member(connection, [self.relay])
 
     def _renew(self) -> None:
         with self._lock:
@@ -205,24 +212,10 @@ _UNKNOWN_SIGNATURE = (
 )
 
 
-def _trust(context: ssl.SSLContext, authority: str) -> None:
-    """Accept certificates of the authority of a proxy too; messages stay sealed."""
-    try:
-        context.load_verify_locations(authority)
-    except OSError as error:
-        raise ConfigError(
-            f"{PROXY_CA}={authority} cannot be read as certificates in PEM: "
-            f"{error.strerror or error}"
-        ) from error
-
-
 def read_signed_target(
     request: HttpRequest, relay: bytes
 ) -> tuple[bytes, bytes, bytes, bytes] | None:
-    """Return the key and nonce of a request to a relay, what is signed, and the signature.
-
-    None stands for a request without them, or to a relay with another key.
-    """
+    """Return the key, the nonce, the signed bytes and the signature of a request to a relay."""
     match = _SIGNED_TARGET.fullmatch(request.target)
     scheme, _, text = request.headers.get("authorization", "").partition(" ")
     if match is None or scheme != "Ed25519" or match[2] != relay.hex():

@@ -8,10 +8,7 @@ REQUESTS_PER_SECOND = 400  # requests of one member that are read later
 
 
 class Pace:
-    """Pace of one member's requests: a member that asks faster delays itself only.
-
-    Both numbers are those of a member's requests by default.
-    """
+    """Pace of requests, by default of one member, which delays itself if it asks faster."""
 
     def __init__(self, burst: float | None = None, per_second: float | None = None) -> None:
         self._burst = float(REQUEST_BURST if burst is None else burst)

@@ -15,6 +15,7 @@ Example:
 import math
 import statistics
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 _LATE_FACTOR = 3.0  # of the median; an answer that takes longer is late
 _LATE_SECONDS = 1.0  # an answer within this time is never late
@@ -100,10 +101,7 @@ class Patience(Credit):
         self.expected[peer] = seconds
 
     def record_missing(self, peer: int, seconds: float) -> None:
-        """Note that a round went on without a peer after waiting for `seconds`.
-
-        The next wait for it is longer, and rarer.
-        """
+        """Note that a round went on without a peer; the next wait is longer, and rarer."""
         self.expected[peer] = max(self.expected.get(peer, 0.0), _WAIT_FACTOR * seconds)
 
     @property
@@ -115,6 +113,7 @@ class Patience(Credit):
         return statistics.median_low(self.seconds.values())
 
 
+@dataclass(eq=False)
 class Wait:
     """Rules by which one round waits for models.
 
@@ -131,14 +130,14 @@ class Wait:
         1.6
     """
 
-    def __init__(
-        self, patience: Patience, start: float, deadline: float, free_until: float
-    ) -> None:
-        self.patience = patience
-        self.start = start
-        self.deadline = deadline
-        self.free_until = min(free_until, deadline)
-        self.median_seconds = patience.median_seconds
+    patience: Patience
+    start: float
+    deadline: float
+    free_until: float
+
+    def __post_init__(self) -> None:
+        self.free_until = min(self.free_until, self.deadline)
+        self.median_seconds = self.patience.median_seconds
         self.arrivals: list[float] = []  # seconds
         self.num_answers = 0
 

@@ -26,8 +26,7 @@ from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.tls import client_context, remote_member
 
 _TIMEOUT_SECONDS = 5.0
-_CLOSED = ("EOF occurred", "reset", "Remote end closed")
-"""Errors of a connection that the other end closes."""
+_CLOSED = ("EOF occurred", "reset", "Remote end closed")  # by the other end
 
 
 @dataclass(frozen=True)
@@ -43,14 +42,8 @@ class ProbeResult:
     is_refused: bool = False
 
 
-def probe_member(
-    member: Member, identity: Identity, *, program: str = "`fedcb2o peer run` or `peer check`"
-) -> ProbeResult:
-    """Send a member a request as a link does, trusting only its root.
-
-    An unreachable member raises nothing. The remedy names `program` as the command that listens
-    there.
-    """
+def probe_member(member: Member, identity: Identity) -> ProbeResult:
+    """Send a member a request as a link does, trusting only its root; raise nothing."""
     if member.is_outbound_only:
         return ProbeResult(
             f"{member.name} can be reached through a relay only: give --relay, and start "
@@ -66,16 +59,14 @@ def probe_member(
         end = time.monotonic() + _TIMEOUT_SECONDS
         with Pool(member, client_context(identity, member), 1, note_certificate) as pool:
             code, _ = pool.exchange("GET", STATE_TARGET, end=end, max_bytes=STATE_BYTES)
-        # A relay wants a signature, which it got with earlier requests.
-        is_known = code in (200, 401)
-        error = "" if is_known else f"{member.endpoint} answers with {code}: another program?"
+        error = "" if code == 200 else f"{member.endpoint} answers with {code}: another program?"
     except MalformedError:
         error = f"{member.endpoint} answers something else: another program?"
     except ConfigError as problem:
         error = str(problem)
     except (HTTPError, OSError, ValueError) as problem:
         is_refused = is_refusal(problem)
-        error = describe_failure(member, problem, program, has_linked=bool(expiries))
+        error = describe_failure(member, problem, has_linked=bool(expiries))
     return ProbeResult(error, expiries[-1] if expiries else None, is_refused)
 
 
@@ -86,7 +77,11 @@ def is_refusal(error: BaseException) -> bool:
 
 
 def describe_failure(
-    member: Member, error: Exception, program: str, *, has_linked: bool = False
+    member: Member,
+    error: Exception,
+    program: str = "`fedcb2o peer run` or `peer check`",
+    *,
+    has_linked: bool = False,
 ) -> str:
     """Describe why no request reached a member or relay, whose certificate may have been seen."""
     if isinstance(error, OSError) and isinstance(error.__cause__, HTTPError):
@@ -146,8 +141,8 @@ def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> s
         return (
             f"a program with a certificate by {issuer!r} answers in place of {member.name}: a "
             "proxy or virus scanner that ends TLS itself (exempt this host from inspection, or use "
-            "a relay with --signatures-only), another program, or a new identity of the member, "
-            "which needs a new version of the federation"
+            "a relay with --signatures-only, and its authority in FEDCB2O_PROXY_CA), another "
+            "program, or a new identity of the member, which needs a new version of the federation"
         )
     return (
         f"the program at {member.endpoint} has no certificate of {member.name} "

@@ -35,8 +35,7 @@ ManifestDigest: TypeAlias = tuple[int, int, bytes]  # agent, round, digest of it
 
 _MAGIC = b"fedcb2o"
 _VERSION = 1
-MINOR_VERSION = 3
-"""Number of changes within this version: 1 adds relays, 3 is HTTPS in place of another protocol."""
+MINOR_VERSION = 3  # changes within this version: 1 adds relays, 3 is HTTPS
 CHUNK_BYTES = 2**20
 MAX_CHUNKS = 2**14  # of one model: 16 GiB encoded
 MAX_DIGESTS = 64  # next to one manifest

@@ -41,18 +41,14 @@ from fedcb2o.peer.wire.sealing import CARD_BYTES
 from fedcb2o.peer.wire.transport import federation_state
 
 _LOGGER = logging.getLogger(__name__)
-_MAX_STORED_BYTES = 2**23
-"""Size of the messages of one sender that wait in one box; a short one counts as 64 KiB."""
+_MAX_STORED_BYTES = 2**23  # of one sender in one box; a short message counts as 64 KiB
 _MAX_BOXES = 4  # boxes of one member, one for each of its processes
-_MAX_WAITING = 4
-"""Requests of one member that wait for messages at once; further ones get a reply at once."""
+_MAX_WAITING = 4  # requests of one member; further ones get a reply at once
 _CARDS_SECONDS = 0.02  # age at which cards are read again
 _MAX_CONNECTIONS = 32  # connections of one member; the newest remain
 _MAX_NONCES = 2**11  # remembered nonces of one member
-_FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0
-"""Requests of one former member that are answered at once, and later."""
-_FORMER_QUIET_SECONDS = 10.0
-"""Time without a connection of a former member, after which the log has a line of the next one."""
+_FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0  # requests of one former member: at once, and later
+_FORMER_QUIET_SECONDS = 10.0  # without a connection, before the next one is logged
 _MAX_TAKE_SECONDS = 30.0
 _SWEEP_SECONDS = 60.0
 _STORE_POLL_SECONDS = 1.0  # time between two looks into the folder, in which only the relay writes
@@ -120,18 +116,13 @@ class Relay(Closeable):
         self._cards = b""
         self._cards_read = -math.inf  # monotonic time
         self._counts = Counter[str]()
-        # Senders and receivers, of which the log has a line.
-        self._overfilled = set[tuple[str, str]]()
+        self._overfilled = set[tuple[str, str]]()  # senders and receivers that are in the log
         self._lock = threading.Lock()
         # Each connection has at most one request, so that no member makes others wait.
         accepted = [*members, *self._former.values()]
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS * len(accepted), "relay")
-        roots = {member.root for member in members}
-        paces = {
-            one.root: Pace(_FORMER_BURST, _FORMER_PER_SECOND)
-            for one in self._former.values()
-            if one.root not in roots
-        }
+        former_roots = {one.root for one in self._former.values()} - {one.root for one in members}
+        paces = {root: Pace(_FORMER_BURST, _FORMER_PER_SECOND) for root in former_roots}
         self._listener = Listener(
             open_listening_socket(listen or identity.member.endpoint),
             identity,

@@ -10,11 +10,7 @@ from fedcb2o.peer.wire.relay import Relay
 
 
 class RelayMetrics(Closeable):
-    """Metrics and health of a relay, read when they are asked for.
-
-    The port is that of 127.0.0.1; 0 takes any free one. `expires` is the expiry of the TLS
-    certificate.
-    """
+    """Metrics and health of a relay on a port of 127.0.0.1; 0 takes any free one."""
 
     def __init__(self, relay: Relay, port: int, *, expires: datetime) -> None:
         self._relay = relay

@@ -47,17 +47,12 @@ Mailbox: TypeAlias = RelayMailbox | FolderMailbox
 
 _CARD_SECONDS = 0.5  # time between two cards of one member
 _TAKE_SECONDS = 5.0
-_RETRY_SECONDS = 0.5
-"""Longest pause after a mailbox that cannot be reached; the first one is a fifth of it."""
+_RETRY_SECONDS = 0.5  # longest pause after a failure; the first one is a fifth of it
 _FORMER_SECONDS = 5.0  # pause after a relay that says that this member is none any more
-_OUTAGE_SECONDS = 2.0
-"""Time without a valid reply, after which requests end and the relay is asked less often."""
-_CPU_SHARE = 0.1
-"""Largest share of one processor that each thread spends on useless replies of a relay."""
-_READING_SHARE = 0.01
-"""The same for versions of the federation that it shows to a member that is none any more."""
-_MAX_VERSIONS_BYTES = 2**16
-"""Longest file with such versions that is read, unless this member's own file is long."""
+_OUTAGE_SECONDS = 2.0  # without a valid reply, before requests end and pauses grow
+_CPU_SHARE = 0.1  # of one processor, which each thread spends on useless replies
+_READING_SHARE = 0.01  # the same for versions that remove or change this member
+_MAX_VERSIONS_BYTES = 2**16  # of such versions, unless this member's own file is long
 _MAX_GROWTH = 8  # factor by which such a file may be longer than this member's own
 _MESSAGE_COST = 2**14  # bytes that can be decrypted in the time that a message takes otherwise
 _WARNINGS = 4  # lines of the log at once about a relay, then one in a minute
@@ -185,10 +180,7 @@ class Relayed(Closeable):
         self.mailbox.put(f"{self._names[card.agent]}/{card.session}", message, seconds)
 
     def _repeat(self, step: Callable[[], None]) -> None:
-        """Repeat a step until the end, whatever the mailbox does.
-
-        A single failure ends no request, because a relay may fail at one step and carry on.
-        """
+        """Repeat a step until the end, whatever the mailbox does; one failure ends no request."""
         last_success = time.monotonic()
         pause = _RETRY_SECONDS / 5
         while not self._closed.is_set():
@@ -220,10 +212,9 @@ class Relayed(Closeable):
         reason = f"{error.filename}: {error.strerror}" if error.filename else str(error)
         if isinstance(self.mailbox, RelayMailbox) and error.__cause__ is not None:
             reason = describe_failure(self.mailbox.relay, error, "`fedcb2o peer relay`")
-        message = f"the relay or folder is tried again: {reason}"
-        if message != self.error:
-            self.error = message
-            self._warn(message)
+        if reason != self.error:
+            self.error = reason
+            self._warn(f"the relay or folder is tried again: {reason}")
 
     def _warn(self, message: str, error: Exception | None = None) -> None:
         """Log a line, unless the relay caused too many before."""
@@ -241,11 +232,7 @@ class Relayed(Closeable):
             self._warn(self.error)
 
     def _read_versions(self, file: bytes) -> str:
-        """Return the notice in a file.
-
-        A file that was refused, comes too soon or is too long is not read. The interpreter does
-        little else while it parses TOML.
-        """
+        """Return the notice in a file, unless it was refused, comes too soon or is too long."""
         with self._reading:
             is_long = len(file) > self._max_file_bytes
             if self.removal or is_long or time.monotonic() < self._next_reading:
@@ -253,6 +240,7 @@ class Relayed(Closeable):
             digest = hashlib.sha256(file).digest()
             if digest == self._refused_file:
                 return ""
+            # The interpreter does little else while it parses TOML.
             began = time.thread_time()
             notice = removal_notice(self._federation, self._member, file)
             seconds = time.thread_time() - began
@@ -344,10 +332,7 @@ class Relayed(Closeable):
             self._end(id)
 
     def _end_lost_requests(self) -> None:
-        """End the requests to sessions that ended, or that show no sign of life any more.
-
-        Forget those whose time is over; some answers are never read.
-        """
+        """End requests to sessions without a sign of life, and those whose time is over."""
         now = time.monotonic()
         oldest = now - LEASE_SECONDS
         keys = {card.key for card, changed in self._presences.values() if changed > oldest}

@@ -38,8 +38,7 @@ _SEALED = struct.Struct("<7sBBB II QQ")  # magic, version, 5, kind, sender, rece
 CARD_BYTES = _CARD.size + SIGNATURE_BYTES
 _HEAD_BYTES = _SEALED.size + CARD_BYTES
 SEALED_OVERHEAD = _HEAD_BYTES + 16  # bytes of a sealed message around its content
-_MAX_SESSIONS = 64
-"""Remembered sessions of one member; the newest remain. A forgotten one forgets its replays."""
+_MAX_SESSIONS = 64  # of one member, the newest; a forgotten one forgets its replays
 _MAX_SHOWN = 4  # sessions of one member that are known by their cards alone; the newest remain
 _INTRODUCTIONS = 64  # messages of unknown sessions of one member that are verified at once
 _INTRODUCTIONS_PER_SECOND = 4.0
@@ -52,9 +51,6 @@ class SealedKind(IntEnum):
 
     REQUEST = 0
     ANSWER = 1  # empty for a request without an answer
-
-
-_KINDS = frozenset(SealedKind)
 
 
 @dataclass(frozen=True)
@@ -177,11 +173,9 @@ class Session:
         return card
 
     def introduce(self, card: Card) -> None:
-        """Derive the keys of a session before its first message.
+        """Derive the keys of a session from a verified card; MalformedError as in `seal`.
 
-        The card must be a verified one of a member's present key. Its messages need no budget then,
-        which a relay could use up with forged ones. A session key that is no valid point is a
-        MalformedError.
+        Its messages need no budget then, which a relay could use up with forged ones.
         """
         channel = self._channel(card)
         with self._lock:
@@ -206,7 +200,7 @@ class Session:
         magic, version, message, kind, sender, receiver, id, count = _SEALED.unpack_from(view)
         if (magic, version, message) != (_MAGIC, _VERSION, 5):
             raise MalformedError("version" if magic == _MAGIC else "malformed")
-        if receiver != self._agent_id or kind not in _KINDS:
+        if receiver != self._agent_id or kind not in (*SealedKind,):
             raise MalformedError("receiver")
         card, channel = self._sender(sender, bytes(view[_SEALED.size : _HEAD_BYTES]))
         if card.agent != sender:

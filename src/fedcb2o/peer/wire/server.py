@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -79,10 +79,7 @@ class Snapshot:
 
 @dataclass
 class _ServerCounts:
-    """Totals of a server.
-
-    `answered` requests have OK. Sent bytes are by member, refused requests by reason.
-    """
+    """Totals: requests, those answered with OK, sent bytes by member, refusals by reason."""
 
     requests: int = 0
     answered: int = 0
@@ -122,6 +119,7 @@ class _ClientQuota:
         return self.tokens
 
 
+@dataclass(eq=False)
 class Server:
     """Server of one agent's description, last two snapshots and received manifests.
 
@@ -130,32 +128,25 @@ class Server:
     only this agent's description of itself.
     """
 
-    def __init__(
-        self,
-        federation: Federation,
-        agent_id: int,
-        identity: Identity,
-        ledger: Ledger,
-        *,
-        hello_content: Callable[[], Mapping[str, Any]],
-        slow_after_seconds: float = 0.25,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._federation = federation
-        self._agent_id = agent_id
-        self._identity = identity
-        self._ledger = ledger
-        self._hello_content = hello_content
-        self._slow_after_seconds = slow_after_seconds
-        self._clock = clock
+    federation: Federation
+    agent_id: int
+    identity: Identity
+    ledger: Ledger
+    _: KW_ONLY
+    hello_content: Callable[[], Mapping[str, Any]]
+    slow_after_seconds: float = 0.25
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        federation = self.federation
         self.incompatible: Collection[int] = ()
         self._ids = {member.key: id for id, member in federation.members.items()}
         self._former_members = {member.key: member for _, member in federation.former_members()}
         # The newest first, with other snapshots for some members.
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
-        others = [id for id in federation.members if id != agent_id]
-        now = clock()
+        others = [id for id in federation.members if id != self.agent_id]
+        now = self.clock()
         self._quotas = {id: _ClientQuota(federation.limits, id, now) for id in others}
         self._foreign_quotas = {id: _ClientQuota(_FOREIGN_LIMITS, id, now) for id in others}
         self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, now)
@@ -186,7 +177,7 @@ class Server:
         """
         if overrides is None:
             # The ledger finds another user of the same key.
-            self._ledger.record(snapshot.manifest)
+            self.ledger.record(snapshot.manifest)
         published = ((snapshot, dict(overrides or {})), *self._published)
         rounds = {entry.decoded_manifest.round for entry, _ in published}
         served = sorted(rounds)[-2:]
@@ -222,30 +213,33 @@ class Server:
         try:
             request, body, signature = decode_request(data)
         except MalformedError as error:
-            if error.reason == "version":
-                self._answer_other_version(reply)
+            with self._changed:
+                quota = self._version_quota
+                if error.reason == "version" and quota.remaining(self.clock()) >= 1:
+                    quota.tokens -= 1
+                    self._enqueue(quota, reply, partial(Answer, AnswerStatus.ANOTHER_VERSION))
             return error.reason
 
         is_hello = request.kind is RequestKind.HELLO
-        is_same_run = request.run == self._federation.run
-        if is_same_run and request.receiver != self._agent_id:
+        is_same_run = request.run == self.federation.run
+        if is_same_run and request.receiver != self.agent_id:
             return "receiver"
         sender = request.sender
         former: Member | None = None
         # The sender of a HELLO is found by its key: ids may differ between two files.
         if is_hello:
-            sender = self._ids.get(request.digest, self._agent_id)
+            sender = self._ids.get(request.digest, self.agent_id)
             former = self._former_members.get(request.digest) if is_same_run else None
         is_former = former is not None
         quotas = self._quotas if is_same_run else self._foreign_quotas
         if not is_former and sender not in quotas:
             return "member"
-        member = former or self._federation.members[sender]
+        member = former or self.federation.members[sender]
         quota = self._former_quota if is_former else quotas[sender]
         with self._changed:
             # A few BUSY answers beyond the limit let an honest member ask less often.
             fewest = 1 - MAX_BUSY_ANSWERS if is_same_run and not is_former else 1
-            if quota.remaining(self._clock()) < fewest:
+            if quota.remaining(self.clock()) < fewest:
                 # Before the signature is verified, so that a flood is cheap.
                 return "rate"
             if len(quota.queue) >= 2 * MAX_PENDING:
@@ -264,7 +258,7 @@ class Server:
             content: _AnswerContent = partial(self._answer_content, sender, request)
             if is_former:
                 # Only a relay leads to it; it gets the new version.
-                file = file_content(self._federation).decode()
+                file = file_content(self.federation).decode()
                 content = partial(self._hello, request.nonce, file=file)
             elif not may_answer:
                 reason = "rate"
@@ -283,18 +277,10 @@ class Server:
 
     def _hello(self, nonce: bytes, **more: str) -> Answer:
         """Return a description of this agent, with more content if it fits."""
-        body = encode_hello({**self._hello_content(), **more}, nonce, self._identity.sign)
+        body = encode_hello({**self.hello_content(), **more}, nonce, self.identity.sign)
         if more and len(body) > MAX_HELLO_BYTES:
             return self._hello(nonce)
         return Answer(AnswerStatus.OK, body, _JSON)
-
-    def _answer_other_version(self, reply: Reply) -> None:
-        with self._changed:
-            quota = self._version_quota
-            if quota.remaining(self._clock()) >= 1:
-                quota.tokens -= 1
-                content = partial(Answer, AnswerStatus.ANOTHER_VERSION)
-                self._enqueue(quota, reply, content)
 
     def _log_failure(self) -> str:
         """Log the first unexpected error."""
@@ -349,14 +335,14 @@ class Server:
             while not self._closed:
                 quota = self._next_client()
                 if quota is None:
-                    self._changed.wait(self._slow_after_seconds if self._waiting else None)
+                    self._changed.wait(self.slow_after_seconds if self._waiting else None)
                     continue
                 del self._waiting[id(quota)]
                 task = quota.queue.popleft()
                 if quota.queue:
                     self._waiting[id(quota)] = quota
                 quota.active += 1
-                self._busy_since[threading.get_ident()] = self._clock()
+                self._busy_since[threading.get_ident()] = self.clock()
                 if self._waiting:
                     self._ensure_idle_thread()
                 return quota, *task
@@ -364,9 +350,9 @@ class Server:
 
     def _next_client(self) -> _ClientQuota | None:
         """Return the next member in turn that may have another upload."""
-        threshold = self._clock() - self._slow_after_seconds
+        threshold = self.clock() - self.slow_after_seconds
         num_uploads = sum(start > threshold for start in self._busy_since.values())
-        if num_uploads >= self._federation.limits.uploads:
+        if num_uploads >= self.federation.limits.uploads:
             return None
         for quota in self._waiting.values():
             if quota.active < quota.limits.per_peer:
@@ -395,7 +381,7 @@ class Server:
         if request.kind is RequestKind.HELLO:
             return self._hello(request.nonce)
         if request.kind is RequestKind.WITNESS:
-            signed = self._ledger.get(request.index, request.round, request.digest)
+            signed = self.ledger.get(request.index, request.round, request.digest)
             return Answer(AnswerStatus.OK, signed) if signed else Answer(AnswerStatus.NOT_HERE)
         if request.kind is RequestKind.MANIFEST:
             return self._newest_offer(self._visible(sender), request.round)
@@ -418,12 +404,12 @@ class Server:
         """Return the newest manifest for an agent in round `n`, with digests."""
         rounds = [snapshot.decoded_manifest.round for snapshot in snapshots]
         chosen = 0
-        if self._federation.synchronous:
+        if self.federation.synchronous:
             if n not in rounds:
                 is_past = bool(rounds) and n < min(rounds)
                 return Answer(AnswerStatus.NOT_HERE if is_past else AnswerStatus.NOT_YET)
             chosen = rounds.index(n)
-        elif not rounds or rounds[0] < n - self._federation.lag:
+        elif not rounds or rounds[0] < n - self.federation.lag:
             return Answer(AnswerStatus.NOT_YET)
-        others = [digest for digest in self._ledger.digests() if digest[0] != self._agent_id]
+        others = [digest for digest in self.ledger.digests() if digest[0] != self.agent_id]
         return Answer(AnswerStatus.OK, encode_offer(snapshots[chosen].manifest, others), _JSON)

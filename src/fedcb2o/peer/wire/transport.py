@@ -42,7 +42,6 @@ _DETAILS = {
     AnswerStatus.BUSY: "too many requests: ask less often",
     AnswerStatus.NOT_YET: "no model for this round exists yet",
 }
-_RETRY_SECONDS = "1"
 
 
 @runtime_checkable
@@ -153,7 +152,7 @@ def _answer(respond: Responder, answer: Answer | None) -> None:
         is_part = any(name == "content-range" for name, _ in answer.headers)
         respond(206 if is_part else 200, answer.body, answer.headers)
     else:
-        headers = [("retry-after", _RETRY_SECONDS)] if answer.status.is_temporary else []
+        headers = [("retry-after", "1")] if answer.status.is_temporary else []
         respond(answer.status, _DETAILS[answer.status], headers)
 
 
