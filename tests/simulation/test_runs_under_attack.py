@@ -63,7 +63,7 @@ def with_attack(name, **changes):
 
 @pytest.mark.parametrize("name", [name for name in attacks.__all__ if name not in OF_ADAPTERS])
 def test_each_attack_runs(tmp_path, name):
-    done = run(with_attack(name), out=tmp_path, workers=1)
+    done = run(with_attack(name, rounds=2), out=tmp_path, workers=1)
     assert done.complete
     benign = done.records[~done.records.malicious]
     assert benign.accuracy.notna().all()
