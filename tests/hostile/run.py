@@ -38,7 +38,9 @@ def memory(peers):
 
 
 def progress(peers):
-    return [len(peers.lines(j)) for j in range(HONEST)]
+    """Return the finished rounds of each node, without parsing, which would take seconds."""
+    paths = [peers.out(j) / "rounds.jsonl" for j in range(HONEST)]
+    return [path.read_bytes().count(b"\n") if path.exists() else 0 for path in paths]
 
 
 def observe(peers, work, seconds):
