@@ -103,7 +103,7 @@ FORMER = {
     "Settings: Half online": 1.0,
     "Settings: M = 3": 1.2,
 }
-"""Worst regret of the former default, in points, as values committed before the present one had it."""
+"""Worst regret of the former default, in points, as values committed before the present one say."""
 FEDCBO = ("FedCBO, all data", "FedCBO")
 """FedCBO that trains on the same samples as the recommended method, by the grid's name for it."""
 PARTS = ("without G", "average loss", "without guards")
