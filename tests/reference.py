@@ -654,9 +654,9 @@ def class_loss_excess(
             shared[k] = max(0.0, median)
             spread[k] = 1.4826 * lower_median([abs(gap - median) for gap in values])
     most = sigma / math.sqrt(min(counts.values()))
-    for values in (shared, spread):
-        typical = min(max(lower_median([values[k] for k in better]), most / 2), most)
-        values.update({k: min(value, typical) for k, value in values.items()})
+    for each in (shared, spread):
+        typical = min(max(lower_median([each[k] for k in better]), most / 2), most)
+        each.update({k: min(value, typical) for k, value in each.items()})
     errors = {
         k: {c: math.sqrt(sigma**2 / counts[c] + spread[k] ** 2) for c in classes} for k in spread
     }
