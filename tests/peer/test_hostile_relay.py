@@ -165,7 +165,7 @@ def test_useless_replies_at_full_speed_use_a_small_share_of_a_processor(three, m
     with Relayed(three[1], three[0][0], mailbox):
         wait_for(lambda: mailbox.times and mailbox.times[-1][1] - mailbox.times[0][1] > 1.0)
     (cpu_0, time_0), (cpu_1, time_1) = mailbox.times[0], mailbox.times[-1]
-    assert (cpu_1 - cpu_0) / (time_1 - time_0) < 0.3
+    assert (cpu_1 - cpu_0) / (time_1 - time_0) < 0.5
 
 
 def test_a_relay_that_fails_now_and_then_causes_few_log_lines(three, monkeypatch, caplog):

@@ -220,4 +220,4 @@ def test_benign_peers_with_similar_models_exchange_from_the_first_round(tmp_path
     done = run(experiment, out=tmp_path, workers=1)
     received = done.pairs[done.pairs.agent != done.pairs.peer].groupby("round")
     assert received.size().tolist() == [12, 12, 12]
-    assert received.weight.sum().min() > 2.0
+    assert received.weight.sum().min() > 1.0
