@@ -102,17 +102,24 @@ def descent(
         return max(1e-3, math.sqrt(float(np.median(found))))
 
     noise = sigma() / counts.sqrt() if against == "excess" else torch.ones_like(counts)
-    most = noise.amax() / 2  # what the other classes of a model can excuse
+
+    def shared_and_spread(d: Float[Tensor, " n"]) -> Float[Tensor, "2"]:
+        gaps = members @ d / counts
+        median = gaps.median()
+        return torch.stack([median.clamp(min=0), 1.4826 * (gaps - median).abs().median()])
+
+    benign = [differences(theta) for theta in models]
+    # What the other classes of a model can excuse.
+    most = torch.stack([shared_and_spread(d) for d in benign]).median(0).values
+    most = most.clamp(noise.amax() / 2, noise.amax())
 
     def worst_class(d: Float[Tensor, " n"]) -> Float[Tensor, ""]:
         gaps = members @ d / counts
         if against == "gap":
             return gaps.amax()
-        median = gaps.median()
-        spread = (1.4826 * (gaps - median).abs().median()).minimum(most)
-        return ((gaps - median.clamp(min=0).minimum(most)) / noise.hypot(spread)).amax()
+        shared, spread = shared_and_spread(d).minimum(most)
+        return ((gaps - shared) / noise.hypot(spread)).amax()
 
-    benign = [differences(theta) for theta in models]
     bound = factor * max(0.0, float(torch.stack([worst_class(d) for d in benign]).median()))
     loss_bound = factor * max(0.0, float(torch.stack([d.mean() for d in benign]).median()))
     length = float(mean.norm())
