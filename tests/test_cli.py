@@ -130,6 +130,19 @@ def test_keys_and_parts_are_listed_and_described():
     )
 
 
+def test_keys_describe_a_function_of_a_user(tmp_path, monkeypatch):
+    (tmp_path / "own_parts.py").write_text(
+        'def shrink(models, *, by: float = 0.5, times: int):\n    """Shrink the models."""\n'
+        "def plain(models): ...\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    shown = run_cli("keys", "own_parts:shrink").out
+    assert shown == "own_parts:shrink: by = 0.5, times\n\nShrink the models.\n"
+    assert run_cli("keys", "own_parts:plain").out == "own_parts:plain: no parameters\n"
+    assert "has no attribute 'shrnk'. Did you mean" in run_cli("keys", "own_parts:shrnk").one_line()
+
+
 def test_a_file_of_another_kind_is_named(tmp_path):
     experiment = write(tmp_path / "mine.toml")
     message = run_cli("bench", experiment).one_line()

@@ -14,7 +14,7 @@ from tests.tiny import TINY, tiny, write
 
 from fedcb2o.data import dataset
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.datasets import check_attack_goal
+from fedcb2o.experiments.config.datasets import check_attack_goal, load_for_data
 from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.config.tables import parse_value, presets
@@ -176,6 +176,38 @@ def test_the_default_algorithm_is_the_recommended_one():
 )
 def test_titles_follow_the_algorithm(preset, changes, title):
     assert load(preset, changes).title == title
+
+
+def test_a_share_of_training_samples_that_the_algorithm_changes_is_noted(tmp_path, caplog):
+    experiment = tiny(algorithm={"name": "fedassay"})
+    load_for_data(experiment, {"algorithm.name": "fedcbo"}, None)
+    del experiment["algorithm"]
+    load_for_data(experiment, {"algorithm": "fedcbo"}, None)
+    base, file = tmp_path / "base.toml", tmp_path / "mine.toml"
+    write(base, algorithm={"name": "fedcbo"})
+    file.write_text('extends = "base.toml"\n[algorithm]\nname = "fedassay"\n', encoding="utf-8")
+    load_for_data(file, None, None)
+    assert caplog.messages == [
+        "tiny: with this algorithm 80% of an agent's samples train, with that of tiny 100%. To "
+        "keep those, set `agents.hold_out` = false and `agents.validation` = 1.",
+        "tiny: with this algorithm 80% of an agent's samples train, with the default one 100%. To "
+        "keep those, set `agents.hold_out` = false and `agents.validation` = 1.",
+        "mine: with this algorithm 100% of an agent's samples train, with that of base.toml 80%. "
+        "To keep those, set `agents.hold_out` = true and `agents.validation` = 0.2.",
+    ]
+
+
+def test_a_share_of_training_samples_that_was_set_is_not_noted(tmp_path, caplog):
+    load_for_data("digits-fedassay", {"algorithm": "fedcbo"}, None)  # the preset sets it
+    held_out = {"agents.hold_out": True, "agents.validation": 0.5}
+    load_for_data(tiny(), {"algorithm": "fedassay", **held_out}, None)
+    load_for_data(tiny(), {"rounds": 3}, None)
+    load_for_data(tiny(algorithm={"name": "fedcbo"}), None, None)
+    file = tmp_path / "mine.toml"
+    text = 'extends = "digits-fedcbo"\n[agents]\nhold_out = false\nvalidation = 1.0\n'
+    file.write_text(text, encoding="utf-8")
+    load_for_data(file, None, None)
+    assert caplog.messages == []
 
 
 def test_the_title_of_a_file_with_extends_is_its_own_or_from_the_algorithm():

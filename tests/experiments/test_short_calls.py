@@ -77,6 +77,45 @@ def test_defaults_share_samples_among_ten_agents_and_recognise_numbers(caplog):
     assert "`y` has 80 different numbers with fractions: they are the targets of" in caplog.text
 
 
+def test_attackers_that_were_not_asked_for_are_named(caplog):
+    three = {"data": (X[:60], Y[:60]), "owners": np.array([*"abc"])[np.arange(60) % 3], "rounds": 1}
+    done = call(**three, attack="random_labels", seeds=[0, 1])
+    names = [
+        done.about(seed)["names"][done.agents[done.agents.seed == seed].malicious.argmax()]
+        for seed in (0, 1)
+    ]
+    chosen = "; ".join(f"{name} (seed {seed})" for seed, name in enumerate(names))
+    if names[0] == names[1]:
+        chosen = f"{names[0]} (seed 0, 1)"
+    assert (
+        f"1 of 3 owners act maliciously, because `malicious` is not given: {chosen}. malicious=0 "
+        "is a run without attack." in caplog.text
+    )
+    caplog.clear()
+    assert not call(**three, attack="random_labels", malicious=0).agents.malicious.any()
+    call(**three, attack="random_labels", malicious=1)
+    call(**three)
+    assert "maliciously" not in caplog.text
+    call(data=(X, Y), rounds=1, attack="random_labels")
+    assert "2 of 10 agents act maliciously" in caplog.text
+
+
+def test_another_folder_of_a_call_is_named_with_the_difference(caplog):
+    call(data=(X, Y), rounds=1)
+    assert "earlier run" not in caplog.text
+    call(data=(X, Y), rounds=1)
+    assert (
+        "runs/run holds an earlier run (with the same settings): this one is written to runs/run-2."
+        in caplog.text
+    )
+    call(data=(X, Y), rounds=2, gamma=0.125)
+    difference = "`training.gamma` is 0.05 there and 0.125 here"
+    assert f"runs/run-2 holds an earlier run (`rounds` is 1 there and 2 here; {difference}" in (
+        caplog.text
+    )
+    assert "this one is written to runs/run-3." in caplog.text
+
+
 def test_a_table_or_a_csv_file_has_its_owners_in_a_column():
     table = pd.DataFrame(X, columns=[*"pqrs"]).assign(ill=Y, ward=WARD)
     table.to_csv("patients.csv", index=False)

@@ -117,6 +117,18 @@ def test_rows_of_the_weight_matrix_sum_to_one_with_own_weights_on_the_diagonal(r
     ]
 
 
+def test_the_weight_matrix_names_owners_and_marks_malicious_ones(tmp_path):
+    names = {"names": ["ward a", "ward $b$", "ward c"]}
+    agents = {**names, "cluster": [0] * 3, "malicious": [True, False, False]}
+    agents |= {"num_samples": [1] * 3, "source_in_validation": [None, 1, 1]}
+    pairs = [{"round": 1, "ids": [[1], [0], [1]], "weights": [[0.5]] * 3, "own": [0.5] * 3}]
+    metrics = {0: [{"round": 1}]}
+    run = write_run(tmp_path / "run", {}, agents=agents, metrics=metrics, pairs={0: pairs})
+    ax = weight_matrix(run).axes[0]
+    for labels in (ax.get_xticklabels(), ax.get_yticklabels()):
+        assert [label.get_text() for label in labels] == [r"ward \$b\$", "ward c", "ward a *"]
+
+
 def test_the_weight_matrix_omits_seeds_with_other_attackers(tmp_path):
     def seed(folder, malicious):
         agents = {

@@ -48,8 +48,8 @@ def keys(
         Argument(
             metavar="[NAME]",
             help="A kind: data, model, algorithm, attack, criterion, rule, pre_step, selection, "
-            "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum, or "
-            "a key, such as agents.budget.",
+            "graph, skew, cluster_transform, loss, optimiser, metric. Or a part, such as krum or "
+            "your own module:function, or a key, such as agents.budget.",
         ),
     ] = None,
 ) -> None:

@@ -383,8 +383,8 @@ def check(
     """Check that all members are reachable and agree.
 
     All members may check at the same time. The first line covers all settings and keys: members
-    compare it by telephone. With --data, the data are checked too. The exit status is 1 if a check
-    fails.
+    compare it by telephone. With --data, the data are checked too. The exit status is 0 if all
+    members answer and agree, else 1, also while a member is not running yet.
     """
     from fedcb2o import plugins
     from fedcb2o.peer.membership.federation import read_federation

@@ -148,13 +148,15 @@ def grid_schema() -> _Schema:
 def part_rows(kind: str) -> Iterator[tuple[str, str, str]]:
     """Yield name, parameters with defaults, and first sentences of the functions of a kind."""
     for name, function in _catalogue(kind).items():
-        parameters = plugins.parameters(function).items()
-        texts = [
-            _parameter_text(key, parameter.default)
-            for key, parameter in parameters
-            if key != "data_dir"  # an option of the command
-        ]
+        texts = [_parameter_text(*item) for item in _defaults(function)]
         yield name, ", ".join(texts), _summary_line(function)
+
+
+def _defaults(function: Callable[..., Any]) -> list[tuple[str, Any]]:
+    """Return the parameters of a configuration with their defaults."""
+    parameters = plugins.parameters(function).items()
+    # `data_dir` is an option of the command.
+    return [(key, parameter.default) for key, parameter in parameters if key != "data_dir"]
 
 
 def parts_with(parameter: str, kind: str) -> list[str]:
@@ -173,7 +175,15 @@ def part_names() -> list[str]:
 
 
 def describe_part(name: str) -> str:
-    """Return the docstrings of the built-in functions with a name, after their kinds."""
+    """Return the docstrings of the built-in functions with a name, after their kinds.
+
+    Of a user's function, "package.module:function", parameters and docstring are returned.
+    """
+    if ":" in name:
+        function = plugins.resolve("function", name, sets)
+        texts = [_parameter_text(*item) for item in _defaults(function)]
+        head = f"{name}: {', '.join(texts) or 'no parameters'}"
+        return "\n\n".join(filter(None, [head, _docstring(function)]))
     texts = [
         f"{kind} {name}\n\n{_docstring(_catalogue(kind)[name])}"
         for kind in KINDS

@@ -1,5 +1,6 @@
 """Figures of sample images and of weights between agents."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import matplotlib as mpl
@@ -13,10 +14,12 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from fedcb2o.records import Run, last_fifth
 from fedcb2o.report._figures import figure_title, percent_formatter
 from fedcb2o.report._panels import STYLE
+from fedcb2o.report._table_formats import shorten_label
 
 _BLUE = "#1B87D6"
 WEIGHT_COLOURMAP = LinearSegmentedColormap.from_list("weights", [(_BLUE, 0.0), (_BLUE, 1.0)])
 """Colours of weights. Weight 0 is transparent, for light and dark pages."""
+_MAX_NAMED_AGENTS = 30  # whose names fit beside a matrix
 _WEIGHT_TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 
@@ -104,6 +107,10 @@ def weight_matrix(run: Run) -> Figure | None:
     )
     add_weight_colorbar(figure, ax, drawn, shrink=0.8)
     _label_groups(ax, agents.groupby(["cluster", "malicious"], sort=True).size())
+    names = run.about(seed).get("names") or []
+    if len(names) == len(order) <= _MAX_NAMED_AGENTS:
+        malicious = agents.malicious.to_numpy(bool)
+        _label_owners(ax, [names[agent] for agent in order], malicious)
     title = figure_title(run, run.title)
     ax.set(xlabel="peer whose model is received", ylabel="agent that mixes it in")
     ax.set_title(title)
@@ -143,6 +150,18 @@ def _label_groups(ax: Axes, groups: "pd.Series[int]") -> None:
     middles = ends - sizes / 2 - 0.5
     ax.set_xticks(middles, names, rotation=90 * (len(groups) > 2), fontsize=9)
     ax.set_yticks(middles, names, fontsize=9)
+
+
+def _label_owners(ax: Axes, names: Sequence[str], malicious: np.ndarray) -> None:
+    """Label rows and columns by the agents' owners, with a star for malicious ones."""
+    labels = [
+        shorten_label(name).replace("$", r"\$") + " *" * bool(is_malicious)  # no mathematics
+        for name, is_malicious in zip(names, malicious, strict=True)
+    ]
+    places = range(len(labels))
+    size = 9 if len(labels) <= _MAX_NAMED_AGENTS // 2 else 6
+    ax.set_xticks(places, labels, rotation=90, fontsize=size)
+    ax.set_yticks(places, labels, fontsize=size)
 
 
 def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:

@@ -31,7 +31,7 @@ from fedcb2o.data import (
 from fedcb2o.data._sample_format import TOKEN_TYPES
 from fedcb2o.data.names import number_in
 from fedcb2o.errors import ConfigError, describe_type
-from fedcb2o.experiments.config.loading import load, read_settings
+from fedcb2o.experiments.config.loading import load, read_settings, warn_of_training_share
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.rng import stream
 from fedcb2o.simulation.checkpoint import tensor_crc32
@@ -55,6 +55,7 @@ def load_for_data(
     ConfigError.
     """
     agents = read_settings(source, changes)[0].get("agents")
+    warn_of_training_share(source, changes or {})
     if not isinstance(agents, Mapping) or "benign" in agents:
         return load(source, changes), None
     # Any number serves to name the functions of the experiment and to check their parameters.

@@ -7,6 +7,7 @@ fedcb2o.errors.ConfigError: preset ...: there is no key `roundz`. Did you mean `
 """
 
 import contextlib
+import logging
 from collections.abc import Mapping, Sequence
 from datetime import date, time
 from pathlib import Path
@@ -17,12 +18,19 @@ from pydantic import ValidationError
 from fedcb2o import plugins
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config.resolved import COMPONENT_SECTIONS
-from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.config.tables import apply_changes, preset, read_table, resolve_extends
+from fedcb2o.experiments.config.settings import Experiment, with_recommended_agents
+from fedcb2o.experiments.config.tables import (
+    apply_changes,
+    preset,
+    read_origin,
+    read_table,
+    resolve_extends,
+)
 from fedcb2o.experiments.config.titles import Title, algorithm_title, changed_title, format_title
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
 
+_LOGGER = logging.getLogger(__name__)
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
 _TITLED_SECTIONS = ("algorithm", "agents", "data")  # whose changes a title names
 KEYS_OF_OTHER_LIBRARIES = {"lr": "training.gamma", "learning_rate": "training.gamma"}
@@ -59,6 +67,43 @@ def load(
         before = _algorithm_title(Experiment.model_validate(former))
         title = changed_title(original, table, before, after)
     return experiment.model_copy(update={"title": title})
+
+
+def warn_of_training_share(
+    source: str | Path | Mapping[str, Any] | Experiment, changes: Mapping[str, Any]
+) -> None:
+    """Warn where the algorithm's default changes the share of samples that train.
+
+    The share is compared with that of the preset or file from which the experiment comes.
+    """
+    if isinstance(source, Experiment):
+        return
+    name, original, own = read_origin(source)
+    keys = {*own, *(key.removeprefix("agents.") for key in changes)}
+    if keys & {"hold_out", "validation", "agents"}:
+        return
+    others = {key: value for key, value in changes.items() if key.split(".")[0] != "algorithm"}
+    table, where = read_settings(source, changes)
+    before = _held_out(apply_changes(original, others, where))
+    shares = [100 * (1 - is_out * part) for is_out, part in (before, _held_out(table))]
+    if shares[0] != shares[1]:
+        _LOGGER.warning(
+            "%s: with this algorithm %.0f%% of an agent's samples train, with %s %.0f%%. To keep "
+            "those, set `agents.hold_out` = %s and `agents.validation` = %g.",
+            *(table["title"] or table["name"], shares[1]),
+            *(f"that of {name}" if "algorithm" in original else "the default one", shares[0]),
+            *(str(before[0]).lower(), before[1]),
+        )
+
+
+def _held_out(settings: Mapping[str, Any]) -> tuple[bool, float]:
+    """Return whether validation samples do not train, and their share of an agent's samples."""
+    agents = with_recommended_agents(settings).get("agents", {})
+    hold_out, validation = (
+        agents.get(key, AgentsSection.model_fields[key].default)
+        for key in ("hold_out", "validation")
+    )
+    return hold_out, validation
 
 
 def _algorithm_title(experiment: Experiment) -> Title:

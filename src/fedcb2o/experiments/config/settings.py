@@ -85,6 +85,21 @@ class ModelSection(Component):
     ] = False
 
 
+def with_recommended_agents(table: Any) -> Any:
+    """Hold nothing out for the recommended method, unless the configuration says otherwise."""
+    if not isinstance(table, Mapping) or not isinstance(table.get("agents"), Mapping):
+        return table
+    algorithm = as_component(table.get("algorithm", {}))
+    if not isinstance(algorithm, Mapping) or algorithm.get("name", RECOMMENDED) != RECOMMENDED:
+        return table
+    training = table.get("training")
+    if isinstance(training, Mapping) and training.get("privacy") is not None:
+        return table  # losses on training samples would reveal them
+    if table.get("keep_best"):
+        return table
+    return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
+
+
 class Experiment(Section):
     """One experiment, run once for each of its seeds."""
 
@@ -234,18 +249,7 @@ class Experiment(Section):
     @model_validator(mode="before")
     @classmethod
     def _recommended_agents(cls, table: Any) -> Any:
-        """Hold nothing out for the recommended method, unless the configuration says otherwise."""
-        if not isinstance(table, Mapping) or not isinstance(table.get("agents"), Mapping):
-            return table
-        algorithm = as_component(table.get("algorithm", {}))
-        if not isinstance(algorithm, Mapping) or algorithm.get("name", RECOMMENDED) != RECOMMENDED:
-            return table
-        training = table.get("training")
-        if isinstance(training, Mapping) and training.get("privacy") is not None:
-            return table  # losses on training samples would reveal them
-        if table.get("keep_best"):
-            return table
-        return {**table, "agents": {"hold_out": False, "validation": 1.0, **table["agents"]}}
+        return with_recommended_agents(table)
 
     @model_validator(mode="after")
     def _check_consistency(self) -> "Experiment":

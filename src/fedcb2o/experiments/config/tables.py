@@ -126,17 +126,7 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
     name = table.pop("extends", None)
     if name is None:
         return table
-    if not str(name).endswith(".toml"):
-        base = preset(str(name))
-    elif not files:
-        raise ConfigError(
-            f"`extends` = {name!r} names a file, which only a file can extend: give a preset"
-        )
-    else:
-        path = files[-1].parent / str(name)
-        if any(path.resolve() == file.resolve() for file in files):
-            raise ConfigError(f"{files[-1]}: `extends` = {name!r} leads back to itself")
-        base = read_table(path, files)
+    base = _extended_table(str(name), files)
     title = base.pop("title", "")
     for key in ("name", "description"):
         base.pop(key, None)
@@ -148,6 +138,39 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
         title = ""
     merged = {key: merge(base.get(key), value) for key, value in table.items()}
     return {**base, "title": title, **merged}
+
+
+def _extended_table(name: str, files: tuple[Path, ...]) -> dict[str, Any]:
+    """Return the table of a preset, or of a file beside the last of `files`."""
+    if not name.endswith(".toml"):
+        return preset(name)
+    if not files:
+        raise ConfigError(
+            f"`extends` = {name!r} names a file, which only a file can extend: give a preset"
+        )
+    path = files[-1].parent / name
+    if any(path.resolve() == file.resolve() for file in files):
+        raise ConfigError(f"{files[-1]}: `extends` = {name!r} leads back to itself")
+    return read_table(path, files)
+
+
+def read_origin(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, Any], list[str]]:
+    """Return the preset or file from which an experiment comes: its name and table.
+
+    It is the one that a mapping or a file extends, and else the source itself. The keys of
+    `agents` that the source changes are the last value.
+    """
+    if isinstance(source, Mapping):
+        name, files, own = str(source.get("name", "")), (), dict(source)
+    elif str(source).endswith(".toml"):
+        path = Path(source)
+        name, files, own = path.name, (path,), records.read_toml(path, follow_links=True)
+    else:
+        return str(source), preset(str(source)), []
+    if "extends" not in own:
+        return name, own, []
+    name = str(own["extends"])
+    return name, _extended_table(name, files), list(own.get("agents", {}))
 
 
 def merge(base: Any, value: Any) -> Any:

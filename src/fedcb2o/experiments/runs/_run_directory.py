@@ -1,7 +1,7 @@
 """The folder of a run: one process writes to it, and only to continue the run that it holds."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.records import DamagedError, Manifest
 
+_MAX_DIFFERENCES = 3  # that a line names
+_LABELS = ("name", "title", "description")
 
 def open_run(
     folder: Path, experiment: Experiment, *, resume: bool = False, overwrite: bool = False
@@ -100,14 +102,24 @@ def describe_difference(existing: Mapping[str, Any], requested: Mapping[str, Any
     """Describe the first difference that results depend on; None without one."""
     was = records.result_settings(existing)
     now = records.result_settings(requested)
+    return next(_differences(was, now), None)
+
+
+def describe_all_differences(existing: Mapping[str, Any], requested: Mapping[str, Any]) -> str:
+    """Describe up to three differences between the settings of two runs."""
+    old, new = ({k: v for k, v in s.items() if k not in _LABELS} for s in (existing, requested))
+    found = list(_differences(old, new))
+    more = [f"and {len(found) - _MAX_DIFFERENCES} more"] if len(found) > _MAX_DIFFERENCES else []
+    return "; ".join([*found[:_MAX_DIFFERENCES], *more]) or "with the same settings"
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a description of each key with different values."""
     old = records.flatten(records.canonical_settings(was))
     new = records.flatten(records.canonical_settings(now))
-    # By repr, since True equals 1.
-    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]
-    if not changed:
-        return None
-    key = changed[0]
-    return f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
+    for key in {**old, **new}:
+        if repr(old.get(key)) != repr(new.get(key)):  # by repr, since True equals 1
+            yield f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
 
 
 def _value_text(settings: Mapping[str, Any], key: str) -> str:

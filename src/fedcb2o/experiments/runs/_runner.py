@@ -11,7 +11,7 @@ from fedcb2o import records, tracking
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import arguments, short_calls
-from fedcb2o.experiments.config.datasets import load_dataset, load_for_data
+from fedcb2o.experiments.config.datasets import build_population, load_dataset, load_for_data
 from fedcb2o.experiments.config.settings import Experiment
 from fedcb2o.experiments.runs import _remote_runs
 from fedcb2o.experiments.runs._cluster_backend import (
@@ -24,7 +24,7 @@ from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
 from fedcb2o.experiments.runs._python_words import python_words
 from fedcb2o.experiments.runs._recovery import has_ended
-from fedcb2o.experiments.runs._run_directory import open_run
+from fedcb2o.experiments.runs._run_directory import describe_all_differences, open_run
 from fedcb2o.experiments.runs._seed_run import (
     Backend,
     run_seed,
@@ -122,7 +122,10 @@ def run(
         changes["seeds"] = arguments.parse_seeds(seeds)
     loaded, dataset = load_for_data(source, changes or None, data_folder)
     if experiment is None and out is None and not (resume or overwrite or "name" in settings):
-        out = _unused_folder(loaded.name)
+        out = _unused_folder(loaded)
+    if experiment is None and not settings.keys() & {"malicious", "agents"}:
+        dataset = dataset or load_dataset(loaded, data_folder)
+        _name_attackers(loaded, dataset)
     return run_loaded(
         loaded,
         dataset,
@@ -139,10 +142,45 @@ def run(
     )
 
 
-def _unused_folder(name: str) -> Path:
-    """Return the first of runs/NAME, runs/NAME-2 and so on that does not exist."""
-    folders = (Path("runs") / (f"{name}-{k}" if k > 1 else name) for k in itertools.count(1))
-    return next(folder for folder in folders if not folder.exists())
+def _unused_folder(experiment: Experiment) -> Path:
+    """Return the first of runs/NAME, runs/NAME-2 and so on that does not exist.
+
+    A line names the folder, the one before it, and the difference between their settings.
+    """
+    name = experiment.name
+    former = None
+    for k in itertools.count(1):
+        folder = Path("runs") / (f"{name}-{k}" if k > 1 else name)
+        if not folder.exists():
+            break
+        former = folder
+    if former is not None and (former / "config.toml").exists():
+        difference = describe_all_differences(
+            records.read_config(former / "config.toml"), experiment.settings()
+        )
+        _LOG.warning(
+            "%s holds an earlier run (%s): this one is written to %s.", former, difference, folder
+        )
+    return folder
+
+
+def _name_attackers(experiment: Experiment, dataset: Dataset) -> None:
+    """Print the agents that attack although the call does not say how many do."""
+    if not experiment.attacked:
+        return
+    chosen: dict[str, list[str]] = {}
+    for seed in experiment.seeds:
+        population = build_population(experiment, seed, dataset)
+        agents = population.malicious.nonzero().ravel().tolist()
+        names = ", ".join(population.names[i] if population.names else f"{i}" for i in agents)
+        chosen.setdefault(names, []).append(str(seed))
+    kind = "owners" if dataset.owners is not None else "agents"
+    groups = [f"{names} (seed {', '.join(seeds)})" for names, seeds in chosen.items()]
+    _LOG.warning(
+        "%d of %d %s act maliciously, because `malicious` is not given: %s. malicious=0 is a run "
+        "without attack.",
+        *(experiment.agents.num_malicious, experiment.agents.num_agents, kind, "; ".join(groups)),
+    )
 
 
 def run_loaded(

@@ -49,12 +49,21 @@ _MAX_SHOWN_KEYS = 5
 class CheckResult:
     """Result of the check of one member.
 
-    `error` is the problem with its repair, or an empty text.
+    `error` is the problem with its repair, or an empty text. `is_absent` says that no program runs
+    there yet, which is no fault of its settings.
     """
 
     name: str
     error: str
     notes: tuple[str, ...] = ()
+    is_absent: bool = False
+
+    @property
+    def verdict(self) -> str:
+        """The state of the member in a few words."""
+        if self.is_absent:
+            return "not running yet"
+        return "WRONG" if self.error else "ok"
 
 
 @dataclass(frozen=True)
@@ -106,7 +115,8 @@ def check_members(
     for id, member in others.items():
         probe = probes[id].result()
         if member.is_outbound_only and relay_results:
-            probe = ProbeResult(_describe_unrelayed(relay_results[0]))
+            is_missing = not relay_results[0].error
+            probe = ProbeResult(_describe_unrelayed(relay_results[0]), is_closed=is_missing)
         result = _member_result(federation, member, replies.get(id), id in linked, probe)
         # The signed notice explains why this member is refused.
         if removal and _holds_later_version(federation, replies.get(id), probe):
@@ -189,14 +199,14 @@ def format_results(results: list[CheckResult]) -> list[str]:
 
     Example:
         >>> format_results([CheckResult("clinic-c", "", ("its certificate lasts 90 days",))])
-        ['clinic-c  ok     its certificate lasts 90 days']
+        ['clinic-c  ok  its certificate lasts 90 days']
     """
     width = max(len(result.name) for result in results)
+    verdict_width = max(len(result.verdict) for result in results)
     lines = []
     for result in results:
-        verdict = "WRONG" if result.error else "ok"
         text = "; ".join(filter(None, (result.error, *result.notes)))
-        lines.append(f"{result.name:{width}}  {verdict:5}  {text}")
+        lines.append(f"{result.name:{width}}  {result.verdict:{verdict_width}}  {text}")
     return lines
 
 
@@ -341,7 +351,7 @@ def _member_result(
     notes = _describe_expiry(probe.expires) if probe.expires else ()
     if reply is None and not is_linked:
         waiting = "there is no link to it yet, though it lets us connect: check again"
-        return CheckResult(member.name, probe.error or waiting, notes)
+        return CheckResult(member.name, probe.error or waiting, notes, probe.is_closed)
     if reply is None:
         error = (
             "there is a link, and no answer: it is busy, starting or ending, or it holds a newer "

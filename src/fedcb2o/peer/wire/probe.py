@@ -34,12 +34,14 @@ class ProbeResult:
     """Result of a probe.
 
     `error` says why no link can be made and how to repair it; it is empty if one can be made.
-    `expires` is None if the member's certificate was not seen.
+    `expires` is None if the member's certificate was not seen. `is_closed` says that its machine
+    answers, and no program has the port.
     """
 
     error: str = ""
     expires: datetime | None = None
     is_refused: bool = False
+    is_closed: bool = False
 
 
 def probe_member(member: Member, identity: Identity) -> ProbeResult:
@@ -54,7 +56,7 @@ def probe_member(member: Member, identity: Identity) -> ProbeResult:
     def note_certificate(connection: ssl.SSLSocket) -> None:
         expiries.append(remote_member(connection, [member])[1])
 
-    is_refused = False
+    is_refused = is_closed = False
     try:
         end = time.monotonic() + _TIMEOUT_SECONDS
         with Pool(member, client_context(identity, member), 1, note_certificate) as pool:
@@ -66,14 +68,20 @@ def probe_member(member: Member, identity: Identity) -> ProbeResult:
         error = str(problem)
     except (HTTPError, OSError, ValueError) as problem:
         is_refused = is_refusal(problem)
+        is_closed = _is_closed_port(problem)
         error = describe_failure(member, problem, has_linked=bool(expiries))
-    return ProbeResult(error, expiries[-1] if expiries else None, is_refused)
+    return ProbeResult(error, expiries[-1] if expiries else None, is_refused, is_closed)
 
 
 def is_refusal(error: BaseException) -> bool:
     """Say whether the other end refused the certificate of this one."""
     failure = tls_error(error)
     return failure is not None and "ALERT" in (failure.reason or "")
+
+
+def _is_closed_port(error: BaseException) -> bool:
+    """Say whether the member's machine answers that no program has the port."""
+    return "Connection refused" in str(error) and not isinstance(error, ProxyError)
 
 
 def describe_failure(
@@ -106,7 +114,7 @@ def describe_failure(
             f"{place} does not answer: a firewall in between, or the machine is off; its port must "
             "be open. In a network that lets out only HTTPS through a proxy, set HTTPS_PROXY"
         )
-    if "Connection refused" in str(error):
+    if _is_closed_port(error):
         return (
             f"{place} refuses connections: start {program} there, or open its port (or it has "
             "finished)"
