@@ -55,6 +55,8 @@ def test_the_journal_article_counts_defences_and_attacks_and_marks_missing_figur
     cited = set(re.findall(r"@([\w-]+)", article))
     assert cited == set(re.findall(r"^@\w+\{([\w-]+),", read("paper/joss/paper.bib"), re.M))
     assert article.count("TO BE FILLED IN by the authors") == 4
+    field = article.partition("# State of the field")[2].partition("\n# ")[0]
+    assert len(set(re.findall(r"@([\w-]+)", field))) >= 5  # compared with tools, each cited
 
 
 def test_the_commands_of_the_artefact_exist():

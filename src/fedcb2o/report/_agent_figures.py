@@ -19,7 +19,7 @@ from fedcb2o.report._table_formats import shorten_label
 _BLUE = "#1B87D6"
 WEIGHT_COLOURMAP = LinearSegmentedColormap.from_list("weights", [(_BLUE, 0.0), (_BLUE, 1.0)])
 """Colours of weights. Weight 0 is transparent, for light and dark pages."""
-_MAX_NAMED_AGENTS = 30  # whose names fit beside a matrix
+_MAX_NAMED_AGENTS = 30  # whose names fit next to a matrix
 _WEIGHT_TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
 

@@ -160,11 +160,13 @@ def read_origin(source: str | Path | Mapping[str, Any]) -> tuple[str, dict[str, 
     It is the one that a mapping or a file extends, and else the source itself. The keys of
     `agents` that the source changes are the last value.
     """
+    files: tuple[Path, ...] = ()
     if isinstance(source, Mapping):
-        name, files, own = str(source.get("name", "")), (), dict(source)
+        name, own = str(source.get("name", "")), dict(source)
     elif str(source).endswith(".toml"):
         path = Path(source)
-        name, files, own = path.name, (path,), records.read_toml(path, follow_links=True)
+        files = (path,)
+        name, own = path.name, records.read_toml(path, follow_links=True)
     else:
         return str(source), preset(str(source)), []
     if "extends" not in own:

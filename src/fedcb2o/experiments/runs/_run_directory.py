@@ -14,6 +14,7 @@ from fedcb2o.records import DamagedError, Manifest
 _MAX_DIFFERENCES = 3  # that a line names
 _LABELS = ("name", "title", "description")
 
+
 def open_run(
     folder: Path, experiment: Experiment, *, resume: bool = False, overwrite: bool = False
 ) -> None:
