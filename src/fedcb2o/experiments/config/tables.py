@@ -141,7 +141,7 @@ def resolve_extends(table: dict[str, Any], files: tuple[Path, ...] = ()) -> dict
 
 
 def _extended_table(name: str, files: tuple[Path, ...]) -> dict[str, Any]:
-    """Return the table of a preset, or of a file beside the last of `files`."""
+    """Return the table of a preset, or of a file in the folder of the last of `files`."""
     if not name.endswith(".toml"):
         return preset(name)
     if not files:
