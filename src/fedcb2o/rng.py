@@ -4,6 +4,9 @@ A stream depends only on the seed and on its name. Neither the order of executio
 workers can change a result. Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 (2011).
 
+A generator takes longer to make than to draw a few numbers. `permutations` and `subsets` therefore
+draw from many streams at once, in arrays, and return the same numbers as the generators.
+
 Example:
     >>> first = stream(0, "batches", 1, 7).integers(100, size=3)
     >>> again = stream(0, "batches", 1, 7).integers(100, size=3)
@@ -11,13 +14,23 @@ Example:
     True
 """
 
+import functools
 import hashlib
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeGuard, overload
 
 import numpy as np
 from numpy.random.bit_generator import ISeedSequence
 from numpy.typing import NDArray
+
+_Integers = NDArray[np.int64]
+_Words = NDArray[np.uint64]
+_Booleans = NDArray[np.bool_]
+
+_Draw = Callable[[_Words], tuple[_Integers, _Integers, _Booleans]]
+"""Keys of Philox -> numbers of each stream, words of 32 bits drawn, True where arrays fail."""
+
+_MIN_STREAMS = 64  # for which arrays are faster than generators
 
 
 def stream(seed: int, *key: str | int) -> np.random.Generator:
@@ -31,13 +44,217 @@ def stream(seed: int, *key: str | int) -> np.random.Generator:
         A generator at the start of its stream. Equal arguments give equal draws; different
         arguments give independent streams.
     """
-    return _generator(_stream_name(seed, *key))
+    return _generator(_digest(_stream_name(seed, *key)))
 
 
-def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> list[np.random.Generator]:
+class AgentStreams(Sequence[np.random.Generator]):
+    """The streams of several agents; a generator is made when it is first read."""
+
+    def __init__(self, prefix: str, agents: Sequence[int]) -> None:
+        self._prefix = prefix
+        self._agents = agents
+        self._generators: dict[int, np.random.Generator] = {}
+        self._words_drawn: _Integers | None = None  # by arrays, from each stream, of 32 bits
+
+    def __len__(self) -> int:
+        return len(self._agents)
+
+    @overload
+    def __getitem__(self, k: int) -> np.random.Generator: ...
+    @overload
+    def __getitem__(self, k: slice) -> list[np.random.Generator]: ...
+    def __getitem__(self, k: int | slice) -> "np.random.Generator | list[np.random.Generator]":
+        if isinstance(k, slice):
+            return [self[i] for i in range(len(self))[k]]
+        generator = self._generators.get(k)
+        if generator is None:
+            generator = self._generators[k] = _generator(
+                _digest(f"{self._prefix}, {self._agents[k]})")
+            )
+            if self._words_drawn is not None:
+                _skip(generator, int(self._words_drawn[k]))
+        return generator
+
+    def draw_arrays(self, draw: _Draw) -> tuple[_Integers, _Integers]:
+        """Draw from all streams at once; return the numbers, and the streams that cannot.
+
+        Generators that are made later continue after these draws.
+        """
+        digests = b"".join([_digest(f"{self._prefix}, {j})") for j in self._agents])
+        numbers, num_words, is_rejected = draw(np.frombuffer(digests, _WORD).reshape(-1, 2))
+        self._words_drawn = np.where(is_rejected, 0, num_words)
+        return numbers, np.flatnonzero(is_rejected)
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if nothing was drawn."""
+        return not self._generators and self._words_drawn is None
+
+
+def agent_streams(seed: int, *key: str | int, agents: Iterable[int]) -> AgentStreams:
     """Return `stream(seed, *key, j)` for every agent j."""
     prefix = _stream_name(seed, *key).removesuffix(")").removesuffix(",")
-    return [_generator(f"{prefix}, {j})") for j in agents]
+    return AgentStreams(prefix, list(agents))
+
+
+def permutations(draws: Sequence[np.random.Generator], n: int, times: int) -> _Integers:
+    """Return `permutation(n)` of each generator, `times` in sequence, shape [a, times * n]."""
+    orders, rest = np.empty((len(draws), times * n), np.int64), np.arange(len(draws))
+    # Arrays take one step after the other for all streams.
+    if n > 1 and 12 * times * n <= len(draws) and _can_draw_arrays(draws):
+        orders, rest = draws.draw_arrays(functools.partial(_permutations, n=n, times=times))
+    for k in rest.tolist():
+        for t in range(times):
+            orders[k, t * n : (t + 1) * n] = draws[k].permutation(n)
+    return orders
+
+
+def subsets(
+    draws: Sequence[np.random.Generator], counts: _Integers, sizes: _Integers
+) -> tuple[_Integers, _Integers]:
+    """Draw some of the numbers below each count without replacement.
+
+    The numbers are those of `choice(count, size, replace=False)` of each generator, ascending; all,
+    without a draw, where `size` is `count` or more. Returns the numbers of all streams, one stream
+    after the other, and how many each has.
+    """
+    sizes = np.minimum(counts, sizes)
+    places = np.arange(sizes.max(initial=0))
+    chosen = np.repeat(places[None], len(draws), 0)
+    rest = np.flatnonzero((sizes < counts) & (sizes > 0))
+    if len(rest) and _can_draw_arrays(draws):
+        chosen, rest = draws.draw_arrays(functools.partial(_subsets, counts=counts, sizes=sizes))
+    for k in rest.tolist():
+        size = int(sizes[k])
+        chosen[k, :size] = np.sort(draws[k].choice(int(counts[k]), size, replace=False))
+    return chosen[places < sizes[:, None]], sizes
+
+
+def _can_draw_arrays(draws: Sequence[np.random.Generator]) -> TypeGuard[AgentStreams]:
+    """Return whether several streams can draw by arrays."""
+    return (
+        isinstance(draws, AgentStreams)
+        and len(draws) >= _MIN_STREAMS
+        and draws.is_fresh
+        and _arrays_equal_generators()
+    )
+
+
+@functools.cache
+def _arrays_equal_generators() -> bool:
+    """Return whether this version of NumPy draws as the functions for arrays do."""
+    digests = [_digest(f"{k}") for k in range(8)]
+    keys = np.frombuffer(b"".join(digests), _WORD).reshape(-1, 2)
+    counts, sizes = np.array([12, 25, 60, 1000, 10_000, 10_001, 20_000, 10**6]), np.full(8, 9)
+    orders, _, _ = _permutations(keys, 7, times=2)
+    chosen, _, _ = _subsets(keys, counts, sizes)
+    for digest, count, order, numbers in zip(digests, counts, orders, chosen, strict=True):
+        generators = [_generator(digest) for _ in range(2)]
+        expected = [*generators[0].permutation(7), *generators[0].permutation(7)]
+        subset = generators[1].choice(count, 9, replace=False)
+        if order.tolist() != expected or numbers.tolist() != sorted(subset):
+            return False
+    return True
+
+
+def _permutations(keys: _Words, n: int, times: int) -> tuple[_Integers, _Integers, _Booleans]:
+    """Shuffle as `Generator.permutation` does (Fisher and Yates), `times` in sequence."""
+    # 1. Swaps: a number up to i for each i from n - 1 to 1. A word whose last bits are above i is
+    # skipped, so that streams reach a swap at different words.
+    num_swaps = times * (n - 1)
+    limits = np.append(np.tile(np.arange(n - 1, 0, -1), times), 0)
+    masks = (1 << np.frexp(limits)[1].astype(np.int64)) - 1
+    mean = ((masks + 1) / (limits + 1)).sum()
+    words = _words(keys, int(mean + 6 * mean**0.5)).astype(np.int64)
+    rows = np.arange(len(keys))
+    step = np.zeros(len(keys), np.int64)
+    swaps = np.zeros((len(keys), num_swaps + 1), np.int64)
+    num_words = np.zeros(len(keys), np.int64)
+    for word in words.T:
+        number = word & masks[step]
+        swaps[rows, step] = number  # the next word replaces a number above the limit
+        num_words += step < num_swaps
+        step = np.minimum(step + (number <= limits[step]), num_swaps)
+
+    # 2. The orders.
+    swaps = swaps[:, :-1].reshape(-1, n - 1)
+    columns = np.arange(len(swaps))
+    order = np.repeat(np.arange(n)[:, None], len(swaps), 1)
+    for i, j in zip(range(n - 1, 0, -1), swaps.T, strict=True):
+        moved = order[j, columns]
+        order[j, columns] = order[i]
+        order[i] = moved
+    return order.T.reshape(len(keys), times * n), num_words, step < num_swaps
+
+
+def _subsets(
+    keys: _Words, counts: _Integers, sizes: _Integers
+) -> tuple[_Integers, _Integers, _Booleans]:
+    """Draw as `Generator.choice` does without replacement (Floyd), ascending."""
+    places = np.arange(sizes.max())
+    is_place = places < sizes[:, None]
+    is_drawn = (sizes < counts)[:, None] & is_place
+    last = (counts - sizes)[:, None] + places  # the largest number that each place may hold
+    numbers, is_rejected = _bounded(keys, np.where(is_drawn, last + 1, 1).astype(np.uint64))
+    numbers = np.where(is_drawn, numbers, np.where(is_place, places, _ABSENT))
+
+    # A number that was drawn before stands for the last one that its place may hold.
+    ascending = np.sort(numbers, 1)
+    repeats = (np.diff(ascending) == 0) & (ascending[:, 1:] < _ABSENT)
+    repeated = np.flatnonzero(repeats.any(1))
+    if len(repeated):
+        rows = numbers[repeated]
+        for place in places[1:]:
+            is_repeat = (rows[:, :place] == rows[:, place, None]).any(1) & is_place[repeated, place]
+            rows[is_repeat, place] = last[repeated[is_repeat], place]
+        ascending[repeated] = np.sort(rows, 1)
+
+    # NumPy shuffles the end of all numbers for large subsets of many.
+    is_large = (counts > 10_000) & (sizes > counts // 50)
+    num_words = np.where(sizes < counts, 2 * sizes - 1, 0).clip(0)  # with those of a shuffle
+    return ascending, num_words, is_rejected | is_large | (counts >= 2**32)
+
+
+def _bounded(keys: _Words, bounds: _Words) -> tuple[_Integers, _Booleans]:
+    """Draw a number below each bound (Lemire, 2019), and return which streams draw another word."""
+    products = _words(keys, bounds.shape[1]) * bounds
+    low = products & _LOW
+    is_rejected = np.zeros(len(keys), bool)
+    rows, columns = np.nonzero(low < bounds)
+    bound = bounds[rows, columns]
+    is_rejected[rows[low[rows, columns] < (2**32 - bound) % bound]] = True
+    return (products >> _HALF).astype(np.int64), is_rejected
+
+
+def _words(keys: _Words, count: int) -> _Words:
+    """Return the first words of 32 bits of Philox 4x64-10, shape [a, count]."""
+    counter = np.arange(1, 1 + -(-count // 8), dtype=np.uint64)
+    a, b, c, d = (np.zeros((len(keys), len(counter)), np.uint64) for _ in range(4))
+    a[:] = counter
+    first, second = keys[:, :1], keys[:, 1:]
+    for _ in range(10):
+        high_a, high_c = _high(a, _FACTORS[0]), _high(c, _FACTORS[1])
+        a, b, c, d = high_c ^ b ^ first, c * _FACTORS[1], high_a ^ d ^ second, a * _FACTORS[0]
+        first, second = first + _STEPS[0], second + _STEPS[1]
+    blocks = np.stack([a, b, c, d], 2).astype(_WORD, copy=False)
+    return blocks.reshape(len(keys), -1).view("<u4")[:, :count].astype(np.uint64)
+
+
+def _high(x: _Words, factor: np.uint64) -> _Words:
+    """Return the upper 64 bits of products of 128 bits."""
+    low, high = x & _LOW, x >> _HALF
+    factor_low, factor_high = factor & _LOW, factor >> _HALF
+    middle = high * factor_low + (low * factor_low >> _HALF)
+    carry = low * factor_high + (middle & _LOW)
+    upper: _Words = high * factor_high + (middle >> _HALF) + (carry >> _HALF)
+    return upper
+
+
+def _skip(generator: np.random.Generator, words: int) -> None:
+    """Skip words of 32 bits."""
+    generator.bit_generator.random_raw(words // 2, output=False)
+    if words % 2:
+        generator.integers(2**32, dtype=np.uint32)
 
 
 def _stream_name(seed: int, *key: str | int) -> str:
@@ -45,9 +262,14 @@ def _stream_name(seed: int, *key: str | int) -> str:
     return repr((int(seed), *(part if isinstance(part, str) else int(part) for part in key)))
 
 
-def _generator(name: str) -> np.random.Generator:
-    """Return the generator of a stream's name."""
-    words: Any = _Key(hashlib.blake2b(name.encode(), digest_size=16).digest())
+def _digest(name: str) -> bytes:
+    """Return the key of a stream."""
+    return hashlib.blake2b(name.encode(), digest_size=16).digest()
+
+
+def _generator(key: bytes) -> np.random.Generator:
+    """Return the generator of a key."""
+    words: Any = _Key(key)
     return np.random.Generator(np.random.Philox(words, _START))
 
 
@@ -64,3 +286,8 @@ class _Key(ISeedSequence):
 
 _WORD = np.dtype("<u8")
 _START = np.zeros(4, np.uint64)  # Philox's counter; it is slower to build from Python integers
+_LOW = np.uint64(2**32 - 1)
+_HALF = np.uint64(32)
+_FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)
+_STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)
+_ABSENT = np.iinfo(np.int64).max

@@ -9,7 +9,7 @@ import torch
 
 from fedcb2o.data import ClusterTransform, Shard, transforms
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.adversary import Attack
+from fedcb2o.federated.adversary import PER_SAMPLE, Attack
 from fedcb2o.federated.agent_group import AgentData
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.rng import stream
@@ -83,6 +83,27 @@ def test_attackers_poison_their_training_data_from_their_first_round(members, n)
     for _ in range(2):  # each round starts from the clean samples
         assert_equal(data.training_data(np.array(members), n), expected)
     assert data.samples.x.equal(before)
+
+
+@pytest.mark.parametrize("members", MEMBERS)
+def test_a_poison_of_single_samples_is_called_once_for_all_attackers(members):
+    calls = []
+
+    def flip(shard, draw):
+        calls.append(len(shard))
+        return Shard(shard.x + 1, (shard.y + 2) % CLASSES)
+
+    @PER_SAMPLE(True)
+    def flip_all(shard, draw):
+        return flip(shard, draw)
+
+    expected = agent_data(Attack(poison=flip)).training_data(np.array(members), 0)
+    sizes, calls[:] = list(calls), []
+    assert_equal(
+        agent_data(Attack(poison=flip_all)).training_data(np.array(members), 0),
+        list(zip(*expected, strict=True)),
+    )
+    assert calls == ([sum(sizes)] if sizes else [])
 
 
 def test_an_attack_receives_the_id_of_its_agent():

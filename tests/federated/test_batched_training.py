@@ -95,6 +95,8 @@ def test_composition_of_training_batches():
     d = parameters.dimension(small)
     assert training_batches(small, d, [35, 35, 205, 35]) == [[0, 1, 3], [2]]
     assert sorted(map(len, training_batches(small, d, [8] * 150))) == [22, 64, 64]
+    assert set(map(len, training_batches(small, d, [8] * 3200))) == {200}  # 16 batches
+    assert set(map(len, training_batches(small, d, [8] * 20480))) == {512}
     assert training_batches(architectures.mlp([1, 28, 28], 10, hidden=[1000]), 10**6, [8, 8]) == [
         [0],
         [1],

@@ -20,6 +20,9 @@ from fedcb2o.plugins import Declaration, F
 Poison = Callable[..., Shard]
 """(shard, generator) or (shard, generator, me) -> the data that a malicious agent trains on."""
 
+PER_SAMPLE = Declaration[bool]("per_sample")
+"""Declares a poison that changes each sample by itself, without draws: for all agents at once."""
+
 Knowledge = Literal["fellows", "benign"]
 """Agents whose models of a round an attack may see: its fellow attackers, or benign agents."""
 

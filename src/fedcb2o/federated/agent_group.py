@@ -19,7 +19,7 @@ from torch import Tensor
 
 from fedcb2o import plugins
 from fedcb2o.data import ClusterView, Shard, ValueRange, using_range
-from fedcb2o.federated.adversary import Adversary, Attack
+from fedcb2o.federated.adversary import PER_SAMPLE, Adversary, Attack
 from fedcb2o.federated.plugin_outputs import validated_poison
 from fedcb2o.federated.ragged import AgentIds, Indices, Ragged
 from fedcb2o.federated.run_spec import RunSpec
@@ -112,15 +112,18 @@ class AgentData:
         draws = agent_streams(self.seed, "attack", agents=ids)
         takes_id = "me" in plugins.positional_inputs(getattr(poison, "func", poison))
         # Plug-ins get samples on the CPU.
-        shards = [*map(Shard, x[rows].cpu().unbind(), y[rows].cpu().unbind())]
+        parts = [x[rows].cpu(), y[rows].cpu()]
+        if PER_SAMPLE.get(poison):  # one call for the samples of all attackers
+            parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
+        shards = [*map(Shard, *(part.unbind() for part in parts))]
         with using_range(self.value_range):
             outputs = [
                 poison(shard, draw, *[j] * takes_id)
-                for shard, draw, j in zip(shards, draws, ids, strict=True)
+                for shard, draw, j in zip(shards, draws, ids, strict=False)
             ]
         poisoned = validated_poison(poison, outputs, shards, self.num_classes)
-        x[rows] = poisoned.x.to(x)
-        y[rows] = poisoned.y.to(y)
+        x[rows] = poisoned.x.view(len(rows), *x.shape[1:]).to(x)
+        y[rows] = poisoned.y.view(len(rows), *y.shape[1:]).to(y)
 
     def clean_training_data(self, k: int) -> Shard:
         """Return the training data of the agent at index k, without poison."""

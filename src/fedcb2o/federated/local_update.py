@@ -54,12 +54,14 @@ from fedcb2o.nn.parameters import (
     trainable_stack,
     unstack_views,
 )
-from fedcb2o.rng import agent_streams
+from fedcb2o.rng import agent_streams, permutations
 
 MAX_BATCH_PARAMETERS = 2**19
 """Parameters in a batch of small networks: with gradients and momentum 6 MiB."""
 
-_MAX_BATCH_AGENTS = 64  # so that every worker gets a batch
+_MAX_BATCH_AGENTS = 512
+_SMALL_BATCH_AGENTS = 64
+_NUM_BATCHES = 16  # of a large run, so that every worker gets several
 
 
 TrainResult = tuple[Float[np.ndarray, " a"], Float[np.ndarray, " a"], bool]
@@ -338,7 +340,8 @@ def training_batches(
     """
     size = models_per_batch or 1
     if not models_per_batch and dense_layers(module, dim):
-        size = max(1, min(_MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim))
+        share = max(_SMALL_BATCH_AGENTS, len(num_samples) // _NUM_BATCHES)
+        size = max(1, min(share, _MAX_BATCH_AGENTS, MAX_BATCH_PARAMETERS // dim))
 
     equal: dict[int, list[int]] = {}
     for j, count in enumerate(num_samples):
@@ -371,18 +374,20 @@ def batched_mini_batches(
     if steps is None:
         steps = training.local_epochs * len(epoch)
     epochs = -(-steps // max(1, len(epoch)))
-    orders = []
-    for count, draw in zip(counts, draws, strict=True):
-        for _ in range(epochs):
-            order = draw.permutation(count)
-            # An agent with fewer samples repeats its last one, for tensors of one width.
-            orders.append(np.pad(order, (0, n - count), "edge") if count < n else order)
-
     widths = (epoch * epochs)[:steps]
     if not widths:
         return ()
-    stacked = np.concatenate(orders).reshape(len(draws), epochs * n)
-    return torch.split(torch.from_numpy(stacked).to(device)[:, : sum(widths)], widths, dim=1)
+    if min(counts) == n:
+        orders = permutations(draws, n, epochs)
+    else:
+        # An agent with fewer samples repeats its last one, for tensors of one width.
+        padded = [
+            np.pad(draw.permutation(count), (0, n - count), "edge")
+            for count, draw in zip(counts, draws, strict=True)
+            for _ in range(epochs)
+        ]
+        orders = np.concatenate(padded).reshape(len(draws), epochs * n)
+    return torch.split(torch.from_numpy(orders).to(device)[:, : sum(widths)], widths, dim=1)
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Contacts, Select
 from fedcb2o.plugins import Declaration, PluginChoice
+from fedcb2o.rng import subsets
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
@@ -79,24 +80,24 @@ def prob_sampling(
     likelihood = contacts.likelihood[is_candidate]
     sizes = np.bincount(agent[is_candidate], minlength=len(contacts))
     known = Ragged(positions, sizes)
-    num_unknown = (candidates.counts - sizes).tolist()
+    num_unknown = candidates.counts - sizes
 
-    new_ranks, old_indices = [], []
-    for P, unknown, draw in zip(Ragged(likelihood, sizes), num_unknown, draws, strict=True):
-        if newcomer_share is None:
-            # There is no top-up: while an agent has unknown peers, it asks them alone.
-            max_new = budget
-            total = 0 if unknown else budget
-        else:
-            # Unknown peers fill up the budget where too few are known.
-            num_drawable = int((_fill_unknown(P) > 0).sum())
-            max_new = max(math.ceil(newcomer_share * budget - 1e-9), budget - num_drawable)
-            total = budget
-        new_ranks.append(_draw_indices(unknown, max_new, draw))
-        num_old = total - len(new_ranks[-1])
-        old_indices.append(_draw_by_likelihood(P, num_old, draw) if total else _NO_INDICES)
+    # There is no top-up: while an agent has unknown peers, it asks them alone.
+    max_new = np.full(len(known), budget)
+    total = np.where(num_unknown > 0, 0, budget)
+    if newcomer_share is not None:
+        # Unknown peers fill up the budget where too few are known.
+        share = math.ceil(newcomer_share * budget - 1e-9)
+        drawable = [int((_fill_unknown(P) > 0).sum()) for P in Ragged(likelihood, sizes)]
+        max_new = np.maximum(share, budget - np.array(drawable, np.int64))
+        total[:] = budget
+    new = Ragged(*subsets(draws, num_unknown, max_new))
 
-    new = Ragged.from_arrays(new_ranks)
+    old_indices = [_NO_INDICES] * len(known)
+    lists = list(Ragged(likelihood, sizes)) if total.any() else []
+    for k in np.flatnonzero(total).tolist():
+        old_indices[k] = _draw_by_likelihood(lists[k], int(total[k] - new.sizes[k]), draws[k])
+
     new_positions = Ragged(new.values + _known_before(new, known), new.sizes)
     old = Ragged.from_arrays(old_indices)
     old_positions = Ragged(positions[known.offsets[old.list_index] + old.values], old.sizes)
@@ -140,10 +141,8 @@ def uniform(
         batched = BATCHED_SELECTION.get(prob_sampling)
         assert batched is not None
         return batched(equal, candidates, budget, draws, newcomer_share)
-    positions = []
-    for count, draw in zip(candidates.counts.tolist(), draws, strict=True):
-        positions.append(np.sort(draw.choice(count, min(budget, count), replace=False)))
-    return candidates.ids_at(Ragged.from_arrays(positions))
+    sizes = np.full(len(contacts), budget)
+    return candidates.ids_at(Ragged(*subsets(draws, candidates.counts, sizes)))
 
 
 @batched_selection
@@ -180,22 +179,12 @@ def select_colluding_peers(
     draws: Sequence[np.random.Generator],
 ) -> Ragged:
     """Select fellow attackers, and then benign agents of the cluster at random, ascending."""
-    fellow_positions = []
-    benign_positions = []
-    for num_fellows, num_benign, draw in zip(
-        colluders.counts.tolist(), benign.counts.tolist(), draws, strict=True
-    ):
-        fellow_positions.append(_draw_indices(num_fellows, budget, draw))
-        if num_fellows <= budget:
-            size = min(budget - num_fellows, num_benign)
-            benign_positions.append(draw.choice(num_benign, size, replace=False))
-        else:
-            benign_positions.append(_NO_INDICES)
-
-    return _merge(
-        colluders.ids_at(Ragged.from_arrays(fellow_positions)),
-        benign.ids_at(Ragged.from_arrays(benign_positions)),
-    )
+    num_fellows = colluders.counts
+    fellows = subsets(draws, num_fellows, np.full(len(draws), budget))
+    # With more fellows than it may ask, a colluder asks no benign agent.
+    size = np.maximum(budget - num_fellows, 0)
+    others = subsets(draws, benign.counts, size)
+    return _merge(colluders.ids_at(Ragged(*fellows)), benign.ids_at(Ragged(*others)))
 
 
 def _merge(first: Ragged, second: Ragged) -> Ragged:
@@ -218,15 +207,6 @@ def resolve_selection(choice: PluginChoice) -> functools.partial[Any]:
 def extra_inputs(select: Select) -> tuple[str, ...]:
     """Return the further inputs that a selection takes: "n" and "me"."""
     return plugins.extra_inputs("selection", getattr(select, "func", select), _EXTRA_INPUTS, 4)
-
-
-def _draw_indices(n: int, size: int, draw: np.random.Generator) -> Int[np.ndarray, " s"]:
-    """Draw `size` of the numbers below n without replacement, ascending; all if n <= size."""
-    if n <= size:
-        return np.arange(n)
-    indices: np.ndarray = draw.choice(n, size, replace=False)
-    indices.sort()
-    return indices
 
 
 def _draw_by_likelihood(

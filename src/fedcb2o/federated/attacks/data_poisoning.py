@@ -20,6 +20,7 @@ from torch import Tensor
 
 from fedcb2o.data import Shard, pixel_range
 from fedcb2o.errors import ConfigError, require
+from fedcb2o.federated.adversary import PER_SAMPLE
 from fedcb2o.federated.attacks.triggers import (
     Corner,
     Pattern,
@@ -50,6 +51,7 @@ __all__ = [
 ]
 
 
+@PER_SAMPLE(True)
 def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: int) -> Shard:
     """Label every sample of class `source` as class `target` (eq:MaliAgentObj).
 
@@ -64,6 +66,7 @@ def label_flip(shard: Shard, draw: np.random.Generator, *, source: int, target: 
     return Shard(shard.x, torch.where(shard.y == source, target, shard.y))
 
 
+@PER_SAMPLE(True)
 def label_flips(
     shard: Shard, draw: np.random.Generator, *, pairs: Sequence[tuple[int, int]]
 ) -> Shard:
