@@ -21,8 +21,8 @@ from tests.peer.relays import (
 from tests.peer.waiting import wait_for
 
 from fedcb2o.peer import Identity, Member
-from fedcb2o.peer.wire import pace, relayed
 from fedcb2o.peer.wire import relay as relay_module
+from fedcb2o.peer.wire import relayed
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus, MalformedError
 from fedcb2o.peer.wire.relay import Relay
 
@@ -168,6 +168,25 @@ def test_useless_replies_at_full_speed_use_a_small_share_of_a_processor(three, m
     assert (cpu_1 - cpu_0) / (time_1 - time_0) < 0.5
 
 
+def test_requests_that_are_turned_away_wait_and_get_few_answers(three):
+    """Otherwise a member's flood costs its receiver an encrypted answer for each request."""
+    orgs, federation = three
+    first, answers = Session(federation, orgs[0]), []
+    messages = []
+    mailbox = Hostile(take=lambda: [messages.pop() for _ in messages[-100:]])
+    mailbox.put = lambda box, message, seconds: answers.append(box)
+    with Relayed(federation, orgs[1], mailbox) as second:
+        card = first.read_card(second._session.card(1))
+        for _ in range(2000):
+            messages.append(first.seal(card, SealedKind.REQUEST, 1, b"question"))
+        mailbox.times.clear()
+        second.serve(lambda request, reply: "rate")
+        wait_for(lambda: not messages)
+        (cpu_0, time_0), (cpu_1, time_1) = mailbox.times[0], mailbox.times[-1]
+    assert (cpu_1 - cpu_0) / (time_1 - time_0) < 0.5
+    assert len(answers) <= 64 + 4 * (time_1 - time_0 + 1)
+
+
 def test_a_relay_that_fails_now_and_then_causes_few_log_lines(three, monkeypatch, caplog):
     monkeypatch.setattr(relayed, "_RETRY_SECONDS", 0.001)
     monkeypatch.setattr(relayed, "_CARD_SECONDS", 0.001)
@@ -296,8 +315,8 @@ def test_sums_are_right_after_a_restart_and_a_take(three, tmp_path, monkeypatch)
 
 
 def test_a_member_that_asks_the_relay_at_full_speed_waits(three, tmp_path, monkeypatch):
-    monkeypatch.setattr(pace, "REQUEST_BURST", 5)
-    monkeypatch.setattr(pace, "REQUESTS_PER_SECOND", 20)
+    monkeypatch.setattr(relay_module, "_BURST", 5)
+    monkeypatch.setattr(relay_module, "_PER_SECOND", 20)
     identity = relays.relay_identity(tmp_path)
     with Relay(three[1], identity):
         mailbox = RelayMailbox(identity.member, three[0][0])

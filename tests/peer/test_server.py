@@ -394,7 +394,7 @@ def test_requests_of_another_run_do_not_use_up_the_quota(scene, orgs, federation
     refused = server.counts.refused
     assert refused["run"] <= 60
     assert refused["rate"] + refused.get("pending", 0) >= 240  # pending: no thread is free
-    before = server._quotas[1].tokens
+    before = server._quotas[1].pace.left()
     assert before == federation.limits.answers_per_minute
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
 

@@ -15,8 +15,8 @@ import threading
 import time
 import urllib.request
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from queue import SimpleQueue
 from typing import Any
 from weakref import WeakSet
 
@@ -200,8 +200,7 @@ class Dialer:
         self._control: Pool | None = None
         self._expires = math.inf  # of the member's certificate, by the system clock
         self._open = set[Question]()  # without an answer so far
-        self._waiting = SimpleQueue[tuple[bytes, Question] | None]()
-        self._num_workers = 0
+        self._workers = ThreadPoolExecutor(MAX_REQUESTS, "fedcb2o-ask")
         self.thread = threading.Thread(target=self._run, name="fedcb2o-dial", daemon=True)
 
     def start(self) -> None:
@@ -218,33 +217,27 @@ class Dialer:
         self._stopped.set()
         self._woken.set()
         self._disconnect()
-        for _ in range(MAX_REQUESTS):
-            self._waiting.put(None)
+        # Not between a look at `_stopped` and the submission after it.
+        with self._lock:
+            self._workers.shutdown(wait=False)
 
     def ask(self, request: bytes, timeout: float) -> Question:
         """Send a request now; beyond `MAX_REQUESTS` of them, it waits."""
         question = Question(time.monotonic() + timeout)
         with self._lock:
-            if not self.is_connected:
+            if not self.is_connected or self._stopped.is_set():
                 return Question()
             self._open.add(question)
-            is_new = self._num_workers < min(len(self._open), MAX_REQUESTS)
-            self._num_workers += is_new
-        if is_new:
-            threading.Thread(target=self._work, name="fedcb2o-ask", daemon=True).start()
-        self._waiting.put((request, question))
+            self._workers.submit(self._ask, request, question)
         return question
 
-    def _work(self) -> None:
-        """Send requests, one at a time."""
-        while (task := self._waiting.get()) is not None:
-            request, question = task
-            answer = None
-            if question in self._open and question.end > time.monotonic():
-                answer = self._send(request, question.end)
-            with self._lock:
-                self._open.discard(question)
-            question.put(answer)
+    def _ask(self, request: bytes, question: Question) -> None:
+        answer = None
+        if question in self._open and question.end > time.monotonic():
+            answer = self._send(request, question.end)
+        with self._lock:
+            self._open.discard(question)
+        question.put(answer)
 
     def _send(self, request: bytes, end: float) -> Answer | None:
         line, *fields = request.decode("ascii").split("\n")

@@ -166,9 +166,10 @@ class _Connection:
         can_write.register(self.sock, select.POLLOUT)
         while pending:
             try:
-                pending = pending[self.sock.send(pending[:_RECORD_BYTES]) :]
+                # The whole piece at once: OpenSSL makes its records without Python's lock.
+                pending = pending[self.sock.send(pending) :]
             except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                # OpenSSL wants the same record again, so `pending` stays.
+                # OpenSSL wants the same piece again, so `pending` stays.
                 left = end - time.monotonic()
                 if left <= 0 or not can_write.poll(1000 * left):
                     raise TimeoutError("the remote does not read") from None

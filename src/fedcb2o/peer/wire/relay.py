@@ -47,7 +47,9 @@ _MAX_WAITING = 4  # requests of one member; further ones get a reply at once
 _CARDS_SECONDS = 0.02  # age at which cards are read again
 _MAX_CONNECTIONS = 32  # connections of one member; the newest remain
 _MAX_NONCES = 2**11  # remembered nonces of one member
-_FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0  # requests of one former member: at once, and later
+# A request takes about a millisecond, so that one member takes at most a sixth of a processor.
+_BURST, _PER_SECOND = 512, 150.0  # requests of one member: at once, and later
+_FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0  # the same of one former member
 _FORMER_QUIET_SECONDS = 10.0  # without a connection, before the next one is logged
 _MAX_TAKE_SECONDS = 30.0
 _SWEEP_SECONDS = 60.0
@@ -121,8 +123,9 @@ class Relay(Closeable):
         # Each connection has at most one request, so that no member makes others wait.
         accepted = [*members, *self._former.values()]
         self._pool = ThreadPoolExecutor(_MAX_CONNECTIONS * len(accepted), "relay")
-        former_roots = {one.root for one in self._former.values()} - {one.root for one in members}
-        paces = {root: Pace(_FORMER_BURST, _FORMER_PER_SECOND) for root in former_roots}
+        paces = {one.root: Pace(_FORMER_BURST, _FORMER_PER_SECOND) for one in accepted}
+        # A former key may have the root of a present member.
+        paces |= {one.root: Pace(_BURST, _PER_SECOND) for one in members}
         self._listener = Listener(
             open_listening_socket(listen or identity.member.endpoint),
             identity,

@@ -57,7 +57,7 @@ _MAX_GROWTH = 8  # factor by which such a file may be longer than this member's 
 _MESSAGE_COST = 2**14  # bytes that can be decrypted in the time that a message takes otherwise
 _WARNINGS = 4  # lines of the log at once about a relay, then one in a minute
 _WARNINGS_PER_SECOND = 1 / 60
-_FORMER_MEMBER = -1  # key of the pace of all former members together
+_REFUSALS, _REFUSALS_PER_SECOND = 64, 4.0  # empty answers to all members: at once, and later
 
 
 class Relayed(Closeable):
@@ -91,7 +91,6 @@ class Relayed(Closeable):
         self._box = f"{identity.member.name}/{self._session.name}"
         self._card_name = f"{identity.member.name}.{'check' if is_checking else 'run'}"
         self._handler: RequestHandler | None = None
-        self._paces = {id: Pace() for id in (*federation.members, _FORMER_MEMBER)}
         self._card_names = {
             f"{member.name}.{kind}"
             for id, member in federation.members.items()
@@ -104,6 +103,7 @@ class Relayed(Closeable):
         self._ids = itertools.count(1)
         self._closed = threading.Event()
         self._warnings = Pace(_WARNINGS, _WARNINGS_PER_SECOND)
+        self._refusals = Pace(_REFUSALS, _REFUSALS_PER_SECOND)
         self._reading = threading.Lock()
         self._next_reading = 0.0  # monotonic time
         self._refused_file = b""  # its hash
@@ -300,22 +300,20 @@ class Relayed(Closeable):
         return not sealed.card.is_former and self._on_answer(sealed)
 
     def _on_request(self, sealed: Sealed) -> bool:
-        pace = self._paces[_FORMER_MEMBER if sealed.card.is_former else sealed.card.agent]
-        if self._handler is None or not pace.take():
+        if self._handler is None:
             return False
-        try:
-            self._handler(sealed.content, Responder(partial(self._reply, sealed), None))
-        except Exception:
-            logging.getLogger(__name__).exception("a request could not be handled")
-        return True
+        # A request that is turned away is useless: a flood of them waits in the box.
+        return not self._handler(sealed.content, Responder(partial(self._reply, sealed), None))
 
     def _reply(self, request: Sealed, answer: Answer | None) -> None:
+        # An empty answer costs more than a flooder's request, and saves honest members a wait.
+        if self._closed.is_set() or (answer is None and not self._refusals.take()):
+            return
         seconds = SEND_SECONDS if answer else ASK_SECONDS
         content = b"" if answer is None else answer.encode()
         # Otherwise the relay or the sender is gone.
         with suppress(OSError, MalformedError):
-            if not self._closed.is_set():
-                self._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
+            self._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
 
     def _on_answer(self, sealed: Sealed) -> bool:
         card, _ = self._waiting.get(sealed.id, (None, None))

@@ -16,7 +16,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import KW_ONLY, dataclass, field, replace
+from dataclasses import KW_ONLY, InitVar, dataclass, field, replace
 from functools import cached_property, partial
 from typing import Any, TypeAlias
 
@@ -24,6 +24,7 @@ from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.federation_schema import Limits
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.pace import Pace
 from fedcb2o.peer.wire.protocol import (
     MAX_HELLO_BYTES,
     REQUEST_CONTEXT,
@@ -93,14 +94,15 @@ class _ClientQuota:
 
     limits: Limits
     id: int | None  # None for former members, and for senders with another version
-    updated: float  # time of the last change of `tokens`
-    tokens: float = field(init=False)
+    clock: InitVar[Callable[[], float]]
     queue: deque[tuple[Reply, _AnswerContent]] = field(default_factory=deque)
     active: int = 0
     nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
 
-    def __post_init__(self) -> None:
-        self.tokens = float(self.limits.answers_per_minute)
+    def __post_init__(self, clock: Callable[[], float]) -> None:
+        # BUSY answers beyond the limit make it negative.
+        answers = self.limits.answers_per_minute
+        self.pace = Pace(answers, answers / 60, clock)
 
     def accept_nonce(self, nonce: bytes) -> bool:
         """Remember a nonce; return False if it was used before."""
@@ -110,13 +112,6 @@ class _ClientQuota:
         if len(self.nonces) > MAX_NONCES:
             del self.nonces[next(iter(self.nonces))]
         return True
-
-    def remaining(self, now: float) -> float:
-        """Return the answers left of the limit per minute; BUSY makes them negative."""
-        maximum = float(self.limits.answers_per_minute)
-        self.tokens = min(maximum, self.tokens + (now - self.updated) * maximum / 60)
-        self.updated = now
-        return self.tokens
 
 
 @dataclass(eq=False)
@@ -146,11 +141,11 @@ class Server:
         self._published: tuple[tuple[Snapshot, Mapping[int, Snapshot | None]], ...] = ()
 
         others = [id for id in federation.members if id != self.agent_id]
-        now = self.clock()
-        self._quotas = {id: _ClientQuota(federation.limits, id, now) for id in others}
-        self._foreign_quotas = {id: _ClientQuota(_FOREIGN_LIMITS, id, now) for id in others}
-        self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, now)
-        self._version_quota = _ClientQuota(_FOREIGN_LIMITS, None, now)  # of other versions
+        clock = self.clock
+        self._quotas = {id: _ClientQuota(federation.limits, id, clock) for id in others}
+        self._foreign_quotas = {id: _ClientQuota(_FOREIGN_LIMITS, id, clock) for id in others}
+        self._former_quota = _ClientQuota(_FOREIGN_LIMITS, None, clock)
+        self._version_quota = _ClientQuota(_FOREIGN_LIMITS, None, clock)  # of other versions
         self._changed = threading.Condition()  # its lock guards what follows, and the quotas
         # Quotas with a queue that is not empty, in turn, by their identity.
         self._waiting: dict[int, _ClientQuota] = {}
@@ -184,8 +179,8 @@ class Server:
         fitting = (one for one in published if one[0].decoded_manifest.round in served)
         self._published = tuple(itertools.islice(fitting, 4))
 
-    def on_request(self, request: bytes, reply: Reply) -> None:
-        """Check a request and queue its answer, without waiting or raising."""
+    def on_request(self, request: bytes, reply: Reply) -> str:
+        """Check a request and queue its answer, without waiting; return why it is turned away."""
         try:
             reason = self._turn_away_or_queue(request, reply)
         except Exception:
@@ -194,6 +189,7 @@ class Server:
         with self._changed:
             self._counts.requests += 1
             self._counts.refused[reason] += bool(reason)
+        return reason
 
     def close(self) -> None:
         """Stop answering; wait at most a second for running answers."""
@@ -215,8 +211,7 @@ class Server:
         except MalformedError as error:
             with self._changed:
                 quota = self._version_quota
-                if error.reason == "version" and quota.remaining(self.clock()) >= 1:
-                    quota.tokens -= 1
+                if error.reason == "version" and quota.pace.take():
                     self._enqueue(quota, reply, partial(Answer, AnswerStatus.ANOTHER_VERSION))
             return error.reason
 
@@ -239,7 +234,7 @@ class Server:
         with self._changed:
             # A few BUSY answers beyond the limit let an honest member ask less often.
             fewest = 1 - MAX_BUSY_ANSWERS if is_same_run and not is_former else 1
-            if quota.remaining(self.clock()) < fewest:
+            if quota.pace.left() < fewest:
                 # Before the signature is verified, so that a flood is cheap.
                 return "rate"
             if len(quota.queue) >= 2 * MAX_PENDING:
@@ -252,8 +247,8 @@ class Server:
             if not quota.accept_nonce(request.nonce):
                 return "replay"
             cost = self._cost(sender, request)
-            may_answer = quota.tokens >= cost
-            quota.tokens -= cost if may_answer else 1
+            may_answer = quota.pace.left() >= cost
+            quota.pace.spend(cost if may_answer else 1)
             reason = ""
             content: _AnswerContent = partial(self._answer_content, sender, request)
             if is_former:

@@ -29,7 +29,7 @@ from fedcb2o.peer.wire.protocol import (
 )
 
 Reply: TypeAlias = Callable[[Answer | None], None]
-RequestHandler: TypeAlias = Callable[[bytes, Reply], None]
+RequestHandler: TypeAlias = Callable[[bytes, Reply], str | None]
 
 ASK_SECONDS = 1.0  # time to send a short message
 SEND_SECONDS = 120.0  # time to send an answer: 1 MiB with seven others before it, at 70 kB/s
@@ -58,9 +58,9 @@ class Transport(Protocol):
     def serve(self, handler: RequestHandler) -> None:
         """Handle incoming requests from now on.
 
-        The handler is called in any thread with each request and its `reply`; it must return at
-        once. `reply` may be called later, once, from any thread. None means no answer. It may block
-        on a slow reader.
+        The handler is called in any thread with each request and its `reply`. It must return at
+        once, with the reason if it turned the request away. `reply` may be called later, once, from
+        any thread. None means no answer. It may block on a slow reader.
         """
         ...
 
