@@ -20,7 +20,7 @@ from torch import nn
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.runs import Progress, _provenance
+from fedcb2o.experiments.runs import Progress, _provenance, _round_records
 from fedcb2o.report import compare, left_out_note, report, summary
 from fedcb2o.rng import stream
 
@@ -63,6 +63,26 @@ def test_asked_peers_without_an_answer_are_recorded(tmp_path):
             unanswered += len(asked) - len(ids)
         assert metrics["answered"] == [len(ids) for ids in line["ids"]]
     assert unanswered
+
+
+def test_pairs_of_many_agents_are_recorded_for_some_at_equal_distances(tmp_path, monkeypatch):
+    settings = tiny(rounds=2, algorithm={"name": "by_rule", "rule": "multi_krum"})
+    whole = run(settings, out=tmp_path / "whole", workers=1)
+    count = len(whole.agents)
+    monkeypatch.setattr(_round_records, "MAX_PAIR_AGENTS", count - 2)
+    part = run(settings, out=tmp_path / "part", workers=1)
+    recorded = [k * count // (count - 2) for k in range(count - 2)]
+    for line, of_all in zip(
+        lines_of(tmp_path / "part", "pairs"), lines_of(tmp_path / "whole", "pairs"), strict=True
+    ):
+        assert line.pop("agents") == recorded
+        assert line == {
+            key: [value[j] for j in recorded] if isinstance(value, list) else value
+            for key, value in of_all.items()
+        }
+    expected = whole.pairs[whole.pairs.agent.isin(recorded)].reset_index(drop=True)
+    assert part.pairs.equals(expected)
+    assert part.records.equals(whole.records)
 
 
 def test_an_extended_run_keeps_the_evaluation_of_its_former_last_round(tmp_path):

@@ -37,6 +37,19 @@ def test_losses_of_known_samples_may_have_classes_after_the_largest_label(num_cl
     assert losses.present.tolist() == [True, True] + [False] * absent
 
 
+@pytest.mark.parametrize("num_classes", [2, 7, 10, 15, 16, 30])
+def test_logarithms_of_probabilities_have_the_bits_of_pytorch(num_classes):
+    draw = torch.Generator().manual_seed(num_classes)
+    for shape in ((1, 1, 1), (2, 3, 5), (9, 21, 4), (1, 0, 3)):
+        outputs = 20 * torch.randn(*shape, num_classes, generator=draw)
+        outputs[:, :1, 0, 0] = torch.inf
+        outputs[:, -1:, -1, -1] = -3e38
+        expected = torch.nn.functional.log_softmax(outputs, -1)
+        assert torch.equal(
+            inference._log_softmax(outputs).nan_to_num(7.0), expected.nan_to_num(7.0)
+        )
+
+
 def test_batch_means_by_hand():
     module = network()
     models = torch.randn(

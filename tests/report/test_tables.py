@@ -331,6 +331,18 @@ def test_pair_statistics_by_hand(tmp_path):
     assert second.share.isna().all()
 
 
+def test_pair_statistics_of_a_sample_of_agents_by_hand(tmp_path):
+    line = {"round": 1, "agents": [0, 3], "ids": [[1, 2], [4]], "weights": [[0.5, 0.25], [0]]}
+    line["own"] = [0.25, 1.0]
+    run = run_of(tmp_path / "run", {0: [scores([1] * 3, None, None)]}, pairs={0: [line]})
+    assert run.pairs.agent.tolist() == [0, 0, 0, 3, 3]
+    table = pair_statistics(run).set_index(["cluster", "relation", "peer"])
+    # Only one of the two benign agents of cluster 1 has a record.
+    assert table.loc[0].frequency.tolist() == [1.0, 1.0, 0.0, 0.0]
+    assert table.loc[0].share.tolist() == pytest.approx([2 / 3, 1 / 3, 0, 0])
+    assert table.loc[1].frequency.tolist() == [1.0, 0.0, 0.0]
+
+
 def test_the_frequency_of_uniform_selection_is_budget_over_peers(tmp_path):
     pairs = {
         0: [

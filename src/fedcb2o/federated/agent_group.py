@@ -154,9 +154,12 @@ class AgentData:
     def gather(self, members: Indices, sample_ids: Ragged) -> SampleBatch:
         """Return equally many samples of members, as their clusters see them, without poison."""
         flat = sample_ids.values[sample_ids.flat_index(members)]
-        index = torch.from_numpy(flat.reshape(len(members), -1))
-        x = self.samples.x[index]
-        y = self.samples.y[index]
+        index = torch.from_numpy(flat)
+        shape = (len(members), len(flat) // len(members))
+        x, y = (
+            part.index_select(0, index.to(part.device)).view(*shape, *part.shape[1:])
+            for part in (self.samples.x, self.samples.y)
+        )
         # Samples are transformed when they are read, because copies of all samples for each cluster
         # would take K times the memory.
         cluster = self.cluster[members]

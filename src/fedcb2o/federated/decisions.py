@@ -18,9 +18,12 @@ from jaxtyping import Bool, Float, Int
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.guards.checks import ADMITTED
 from fedcb2o.federated.plugin_outputs import validated_reduction, validated_weights
-from fedcb2o.federated.ragged import AgentIds, Entries, Positions, Ragged, Rows
+from fedcb2o.federated.ragged import AgentIds, Entries, Indices, Positions, Ragged, Rows
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.types import CriterionInput, Received, Reduction, RuleOutput
+
+_PER_MODEL = ("rows", "admission", "weights")
+_PER_AGENT = ("agents", "own_weight", "factor", "own_loss", "previous_weight", "f")
 
 
 @dataclass(frozen=True)
@@ -129,20 +132,25 @@ class Decisions:
     @classmethod
     def concatenate(cls, batches: "Sequence[Decisions]") -> "Decisions":
         """Return the decisions of disjoint batches, by ascending agent id."""
-        order = np.concatenate([batch.agents for batch in batches]).argsort()
-        received = Ragged.concatenate([batch.received for batch in batches])
-        indices = dict.fromkeys(("rows", "admission", "weights"), received.flat_index(order))
-        per_agent = ("agents", "own_weight", "factor", "own_loss", "previous_weight", "f")
-        indices |= dict.fromkeys(per_agent, order)
-        columns = {}
-        for name, index in indices.items():
-            columns[name] = np.concatenate([getattr(batch, name) for batch in batches])[index]
-        return cls(
-            asked=Ragged.concatenate([batch.asked for batch in batches]).take(order),
-            received=received.take(order),
+        columns: dict[str, Any] = {
+            name: np.concatenate([getattr(batch, name) for batch in batches])
+            for name in (*_PER_MODEL, *_PER_AGENT)
+        }
+        whole = cls(
+            asked=Ragged.concatenate([batch.asked for batch in batches]),
+            received=Ragged.concatenate([batch.received for batch in batches]),
             **columns,
             reductions={j: value for batch in batches for j, value in batch.reductions.items()},
         )
+        return whole.take(whole.agents.argsort())
+
+    def take(self, indices: Indices) -> "Decisions":
+        """Return the decisions of some agents, in the order of `indices`."""
+        entries = self.received.flat_index(indices)
+        columns = {name: getattr(self, name)[entries] for name in _PER_MODEL}
+        columns |= {name: getattr(self, name)[indices] for name in _PER_AGENT}
+        asked, received = self.asked.take(indices), self.received.take(indices)
+        return dataclasses.replace(self, asked=asked, received=received, **columns)
 
     def __len__(self) -> int:
         return len(self.agents)

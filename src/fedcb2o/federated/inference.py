@@ -31,6 +31,9 @@ MAX_BATCH_INPUTS = 2**20
 SAMPLES_PER_PASS = 128
 """Samples in one forward pass, whose activations fit a core's cache."""
 
+_NUM_LANES = {"AVX2": 8, "AVX512": 16}.get(torch.backends.cpu.get_cpu_capability(), 0)
+"""Numbers of type float32 in a vector of the processor, where it was measured."""
+
 Reference = Shaped[Tensor, "k *features"]
 """Training samples on which an agent estimates its local batch-norm statistics."""
 
@@ -325,7 +328,7 @@ def per_agent_losses(
 
     per_sample = negative_entropy = outputs.new_full((a, m, n), torch.nan)
     if num_classes > 1 and predicts_labels(loss):
-        log_p = F.log_softmax(outputs, dim=-1)
+        log_p = _log_softmax(outputs)
         per_sample = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
         negative_entropy = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
     if loss is not None and m:
@@ -348,6 +351,20 @@ def per_agent_losses(
         labels, num_classes = grouped(groups, x, y), num_groups(groups)
     by_class, present = _class_means(per_sample, labels, num_classes)
     return Losses(mean, by_class, present, entropy, per_sample, labels)
+
+
+def _log_softmax(outputs: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m n C"]:
+    """Compute logarithms of probabilities, with the bits of `F.log_softmax`."""
+    shape, num_classes = outputs.shape[:-1], outputs.shape[-1]
+    if outputs.device.type != "cpu" or num_classes >= _NUM_LANES or not outputs.numel():
+        return F.log_softmax(outputs, dim=-1)
+    # For fewer classes than lanes PyTorch's kernel takes several times as long as that for another
+    # axis. The latter computes the last numbers differently, unless they fill whole vectors.
+    count = shape.numel()
+    columns = outputs.new_zeros(num_classes, -(-count // _NUM_LANES) * _NUM_LANES)
+    columns[:, :count] = outputs.reshape(count, num_classes).T
+    log_p = F.log_softmax(columns, dim=0)[:, :count]
+    return log_p.view(num_classes, *shape).movedim(0, -1)
 
 
 def losses_from_samples(

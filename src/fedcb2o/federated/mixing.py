@@ -32,7 +32,6 @@ _TILE_COLUMNS = 2048  # of N models stay in a core's cache
 REDUCTION_TILE_COLUMNS = 8192
 """Columns that are mixed at once where an agent has a reduction, which costs calls per tile."""
 _DEVICE_TILE_COLUMNS = 2**16  # off the CPU, where calls cost more and caches less
-_AFTER_EVERY_ID = 2**62
 
 
 @dataclass(frozen=True)
@@ -65,6 +64,7 @@ def mixing_matrix(
     by id.
     """
     ids = decisions.agents
+    span = 2 + int(max(ids.max(initial=0), decisions.received.values.max(initial=0)))
     factor = decisions.factor
     previous_weight = np.nan_to_num(decisions.previous_weight)
     agent = decisions.received.list_index
@@ -74,7 +74,7 @@ def mixing_matrix(
     # for the record alone.
     moves = (total > 0) & ~np.isin(ids, list(decisions.reductions))
 
-    # Entries of W as (agent, sort key, row of the buffer, value).
+    # Entries of W as (agent, peer, row of the buffer, value).
     agents = np.arange(len(ids))
     own_value = np.where(moves, 1 - factor + factor * decisions.own_weight, 1.0)
     entries: list[tuple[np.ndarray, ...]] = [(agents, ids, own, own_value)]
@@ -84,21 +84,21 @@ def mixing_matrix(
     entries.append((agent[counts], senders, decisions.rows[counts], received_value))
     if previous is not None:
         # The model before the round is the last term of a sum.
-        last = np.full(moves.sum(), _AFTER_EVERY_ID)
+        last = np.full(moves.sum(), span - 1)
         entries.append((agents[moves], last, previous[moves], (factor * previous_weight)[moves]))
 
-    agent, key, columns, values = (np.concatenate(each) for each in zip(*entries, strict=True))
+    agent, peer, columns, values = (np.concatenate(each) for each in zip(*entries, strict=True))
     # The terms of a sum are in the order of ids, so that it has the same bits in every buffer.
-    order = np.lexsort((key, agent))
-    agent, key = agent[order], key[order]
-    columns, values = columns[order], values[order]
+    key = agent * span + peer
+    order = key.argsort(kind="stable")  # fast, because the entries are a few sorted sequences
+    key, columns, values = key[order], columns[order], values[order]
 
     # An agent that received its own model has two entries in one place.
-    first = np.flatnonzero(np.diff(agent, prepend=-1) | np.diff(key, prepend=-1))
+    first = np.flatnonzero(np.diff(key, prepend=-1))
     values = np.add.reduceat(values, first).astype(np.float32)
     # Weights of zero are not stored, so that an infinite model without weight changes nothing.
     stored = values != 0
-    offsets = np.searchsorted(agent[first][stored], np.arange(len(ids) + 1))
+    offsets = np.searchsorted(key[first][stored], np.arange(len(ids) + 1) * span)
 
     reductions = {}
     for j, reduction in decisions.reductions.items():

@@ -118,6 +118,8 @@ def balance_load(
     >>> balance_load([0, 1, 2], [5, 3, 2], count=2)
     [[0], [1, 2]]
     """
+    if count == 1 and items:
+        return [sorted(items, key=lambda item: -costs[item])]
     parts: list[list[int]] = [[] for _ in range(min(count, len(items)))]
     loads = [0] * len(parts)
     speeds = speeds or [1.0] * len(parts)

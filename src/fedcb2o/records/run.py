@@ -329,7 +329,8 @@ class Run:
 
         Columns are seed, round, agent, peer, weight and f, the number of attackers that the rule
         assumes (NaN without one). The weight of the agent's own model is in the row where `peer`
-        equals `agent`, so that the rows of an agent and round sum to 1.
+        equals `agent`, so that the rows of an agent and round sum to 1. Of more than 10,000 agents
+        it has 10,000, at equal distances.
         """
         columns: dict[str, list[Any]] = {
             name: [] for name in ("seed", "round", "agent", "peer", "weight", "f")
@@ -567,16 +568,18 @@ class Run:
 
 def _append_pairs(columns: dict[str, list[Any]], seed: int, line: dict[str, Any]) -> None:
     """Append the rows of one round of pairs.jsonl."""
-    assumed = line.get("f") or [None] * len(line["ids"])
-    agents = zip(line["ids"], line["weights"], line["own"], strict=True)
-    for agent, (ids, weights, own_weight) in enumerate(agents):
+    count = len(line["ids"])
+    agents = line.get("agents") or range(count)
+    assumed = line.get("f") or [None] * count
+    rows = zip(agents, line["ids"], line["weights"], line["own"], assumed, strict=True)
+    for agent, ids, weights, own_weight, f in rows:
         count = len(ids) + 1
         columns["seed"] += [seed] * count
         columns["round"] += [line["round"]] * count
         columns["agent"] += [agent] * count
         columns["peer"] += [*ids, agent]
         columns["weight"] += [*weights, own_weight]
-        columns["f"] += [assumed[agent]] * count
+        columns["f"] += [f] * count
 
 
 def find_seeds(folder: Path) -> dict[int, Path]:

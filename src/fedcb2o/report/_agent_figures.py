@@ -19,6 +19,7 @@ from fedcb2o.report._table_formats import shorten_label
 _BLUE = "#1B87D6"
 WEIGHT_COLOURMAP = LinearSegmentedColormap.from_list("weights", [(_BLUE, 0.0), (_BLUE, 1.0)])
 """Colours of weights. Weight 0 is transparent, for light and dark pages."""
+_MAX_DRAWN_AGENTS = 5000  # as a matrix, of 200 MiB
 _MAX_NAMED_AGENTS = 30  # whose names fit next to a matrix
 _WEIGHT_TICKS = (0, 0.01, 0.05, 0.1, 0.25, 0.5, 1.0)
 
@@ -87,10 +88,10 @@ def weight_matrix(run: Run) -> Figure | None:
         run: Run to draw.
 
     Returns:
-        The figure, or None without recorded pairs.
+        The figure, or None without recorded pairs or for more agents than it can show.
     """
     pairs = last_fifth(run.pairs)
-    if pairs.empty:
+    if pairs.empty or run.agents.agent.nunique() > _MAX_DRAWN_AGENTS:
         return None
     seed = run.seeds[0]
     agents = run.agents[run.agents.seed == seed].sort_values(["cluster", "malicious", "agent"])

@@ -361,7 +361,7 @@ def _received_statistics(run: Run, seed: int) -> dict[str, float]:
     agent = late.agent.to_numpy()
     peer = late.peer.to_numpy()
     weights = late.weight.to_numpy()
-    agent_rounds = max(int((~malicious).sum()) * late["round"].nunique(), 1)
+    agent_rounds = max(pairs.agent.nunique() * late["round"].nunique(), 1)
     is_other_cluster = cluster[agent] != cluster[peer]
     is_received = agent != peer
     return {

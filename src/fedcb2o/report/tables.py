@@ -266,10 +266,13 @@ def pair_statistics(run: Run) -> pd.DataFrame:
     rows: list[dict[str, Any]] = []
     for seed, agents in run.agents.groupby("seed"):
         # An agent always has its own model, which is no choice of a peer.
-        is_pair = (run.pairs.seed == seed) & (run.pairs.agent != run.pairs.peer)
-        pairs = run.pairs[is_pair]
+        pairs = run.pairs[run.pairs.seed == seed]
+        recorded = np.isin(agents.agent, pairs.agent)  # a sample of many agents
+        pairs = pairs[pairs.agent != pairs.peer]
         for cluster in np.unique(agents.cluster.to_numpy()):
-            rows += [{"seed": seed, **row} for row in _cluster_pairs(agents, pairs, cluster)]
+            rows += [
+                {"seed": seed, **row} for row in _cluster_pairs(agents, pairs, cluster, recorded)
+            ]
     names = [
         "seed",
         "cluster",
@@ -284,16 +287,16 @@ def pair_statistics(run: Run) -> pd.DataFrame:
 
 
 def _cluster_pairs(
-    agents: pd.DataFrame, pairs: pd.DataFrame, cluster: np.integer[Any]
+    agents: pd.DataFrame, pairs: pd.DataFrame, cluster: np.integer[Any], recorded: np.ndarray
 ) -> list[dict[str, Any]]:
-    """Compute the rows of `pair_statistics` for one seed and cluster."""
+    """Compute the rows of `pair_statistics` for one seed and cluster, of `recorded` agents."""
     in_cluster = agents.cluster.to_numpy() == cluster
     malicious = agents.malicious.to_numpy(bool)
     agent = pairs.agent.to_numpy()
     peer = pairs.peer.to_numpy()
     weight = pairs.weight.to_numpy()
     rounds = pairs["round"].nunique()
-    selecting = np.sum(in_cluster & ~malicious)
+    selecting = np.sum(in_cluster & ~malicious & recorded)
 
     rows: list[dict[str, Any]] = []
     for relation in ("same", "other"):

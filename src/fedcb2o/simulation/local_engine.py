@@ -168,9 +168,11 @@ class LocalEngine:
         """
         layout = self.group.layout
         self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
-        is_finite = np.ones(len(self.costs), dtype=bool)
-        for k, largest in self.map_agents(_max_abs, self._benign).items():
-            is_finite[k] = np.isfinite(largest)
+        is_finite = self.group.data.malicious.copy()
+        tasks = [(members,) for members in self.members]
+        largest = self.executor.map(_max_abs, tasks, self.fine_parts, self._kernels)
+        for members, values in zip(self.members, largest, strict=True):
+            is_finite[members] |= np.isfinite(values)
         return is_finite
 
     def mix_rows_(self, matrix: MixingMatrix) -> None:
@@ -258,9 +260,8 @@ def _craft_models_(
     return craft_models_(group, members, n, is_finite, peek or peek_buffer)
 
 
-def _max_abs(group: AgentGroup, members: Indices) -> list[float]:
-    values: list[float] = max_abs(group.models, group.layout.own[members].tolist()).tolist()
-    return values
+def _max_abs(group: AgentGroup, members: Members) -> Float[np.ndarray, " a"]:
+    return max_abs(group.models, group.layout.own[members].tolist())
 
 
 def _mix_columns_(

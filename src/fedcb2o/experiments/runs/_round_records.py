@@ -12,6 +12,9 @@ from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.simulation.rounds import Round
 
+MAX_PAIR_AGENTS = 10_000
+"""Agents in a line of pairs.jsonl, which for M = 20 is then shorter than 10 MiB."""
+
 
 def metrics_record(
     goal: metrics.AttackGoal, malicious: Bool[np.ndarray, " N"], result: Round
@@ -60,12 +63,17 @@ def pairs_record(result: Round) -> dict[str, Any]:
     """Return what agents asked and received in a round, with weights, for pairs.jsonl.
 
     `before` is the weight of the model before the round, and `f` the number of attackers that a
-    rule assumed. These and the senders that guards refused are left out where there are none.
+    rule assumed. These and the senders that guards refused are left out where there are none. The
+    record of more than `MAX_PAIR_AGENTS` agents has as many, at equal distances.
     """
     decisions = result.decisions
+    record: dict[str, Any] = {"round": result.n + 1}
+    if len(decisions) > MAX_PAIR_AGENTS:
+        recorded = np.arange(MAX_PAIR_AGENTS) * len(decisions) // MAX_PAIR_AGENTS
+        decisions = decisions.take(recorded)
+        record["agents"] = decisions.agents.tolist()
     weights = np.array(_rounded(decisions.weights))
-    record: dict[str, Any] = {
-        "round": result.n + 1,
+    record |= {
         "asked": decisions.asked.tolist(),
         "ids": decisions.received.tolist(),
         "weights": Ragged(weights, decisions.received.sizes).tolist(),
