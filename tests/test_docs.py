@@ -31,6 +31,15 @@ BLOCK = re.compile(
 )
 
 
+MAX_WORDS = 45_000
+GENERATED = re.compile(
+    r"<!-- generated: \w+ -->\n\n(?:\|[^\n]*\n)+"
+    r"|<!-- begin: \w+ -->.*?<!-- end -->"
+    r"|<!-- (\w+) -->.*?<!-- /\1 -->",
+    re.DOTALL,
+)
+"""Tables that a program writes into a page."""
+
 LONG = ("README.md", "particles.md", "when-to-use-cb2o.md")
 """Pages whose code takes more than a few seconds; continuous integration runs it."""
 
@@ -61,6 +70,14 @@ def rows() -> list[tuple[str, str]]:
 def test_the_documentation_exists():
     assert (ROOT / "README.md").exists()
     assert rows(), "docs/equations.md has no row"
+
+
+def test_the_pages_are_short():
+    """Words between blanks, as `wc -w` counts, without generated tables and lists of names."""
+    pages = set((ROOT / "docs").rglob("*.md")) - set((ROOT / "docs" / "reference").glob("*.md"))
+    words = {page: len(GENERATED.sub("", page.read_text("utf-8")).split()) for page in pages}
+    assert sum(words.values()) <= MAX_WORDS
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 700
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)

@@ -109,7 +109,7 @@ def _latex_table(
     unit = ", percent" if is_percent else ""
     seeds = len(view.results.seeds)
     head = latex_text(f"{view.results.title}{where}: {caption[0].lower()}{caption[1:]}{unit}")
-    numbers = f"mean{_INTERVAL_TEXTS[form.intervals]}, {seeds} seeds"
+    numbers = f"mean{_INTERVAL_TEXTS[form.intervals]}, {seeds} seed{'s' * (seeds > 1)}"
     environment = "table*" if len(columns) > _WIDE_COLUMNS else "table"
     lines = [
         rf"\begin{{{environment}}}",

@@ -94,8 +94,8 @@ _WEIGHT_MATRIX_CAPTION = (
     "The weight of each peer's model (column) in the average of each agent (row), mean over the "
     "last fifth of the rounds and over seeds; on the diagonal, the weight of the agent's own "
     "model. Deeper blue is more. All matrices have one colour scale, that of a cube root. Thick "
-    "lines separate clusters, thin lines benign from malicious agents. Owners are named, malicious "
-    "ones with a star."
+    "lines separate clusters, thin lines benign from malicious agents. Of agents with owners, the "
+    "names are shown, with a star where they are malicious."
 )
 
 
