@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 from fedcb2o import Agent
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.nn import parameters
+from fedcb2o.experiments.config.settings import ModelSection
+from fedcb2o.nn import batch_norm, parameters
 
 DRAW = np.random.default_rng(0)
 X = torch.tensor(DRAW.normal(size=(30, 4)), dtype=torch.float32)
@@ -343,8 +344,8 @@ def test_statistics_are_exchanged_with_and_without_trained_weights(norm):
         return nn.Sequential(layer, nn.Linear(4, 3))
 
     method = {"name": "fedcbo", "mixing_factor": 0.5}
-    agent = Agent(network(0.0), validation=(X, Y), method=method)
-    other = Agent(network(4.0), validation=(X, Y))
+    agent = Agent(network(0.0), validation=(X, Y), method=method, buffers="shared")
+    other = Agent(network(4.0), validation=(X, Y), buffers="shared")
     agent.aggregate({"a": other.publish()})
     torch.testing.assert_close(agent.network[0].running_mean, torch.full((4,), 2.0))
 
@@ -406,7 +407,7 @@ def test_a_model_that_is_not_finite_is_named():
 def test_validation_samples_of_bytes_are_named():
     x = (np.arange(120).reshape(30, 4) * 2).astype(np.uint8)
     with pytest.warns(UserWarning, match="divides by 255"):
-        agent = Agent(tied(), validation=(x, Y), method="fedcbo")
+        agent = Agent(tied(), validation=(x, Y), method="fedcbo", buffers="shared")
     decision = agent.aggregate({"a": make(tied(1)).publish()})
     outputs = tied(1).eval()(torch.tensor(x) / 255).detach()
     assert decision.losses["a"] == pytest.approx(float(F.cross_entropy(outputs, Y)), abs=1e-5)
@@ -486,7 +487,7 @@ def test_a_file_of_0_2_is_read(tmp_path):
 
 def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
     network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
-    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0)
+    agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0, buffers="shared")
     good = agent.publish()
     bad = {**good, "1.running_var": good["1.running_var"] - 9}
     row = agent.buffer(1)[0]
@@ -495,6 +496,27 @@ def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
     assert decision.weights == {3: 0.5}
     assert decision.refused == dict.fromkeys((1, 2), "its `1.running_var` holds variances below 0")
     assert network.eval()(X).isfinite().all()
+
+
+def test_an_agent_and_a_run_have_one_default_for_statistics_of_norms():
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3))
+    Agent(network, validation=(X, Y))
+    assert ModelSection.model_fields["buffers"].default == "local"
+    assert batch_norm.has_local_statistics(network)
+
+
+@pytest.mark.parametrize("norm", [{}, {"affine": False}])
+def test_a_file_with_shared_statistics_is_read_by_an_agent_with_local_ones(norm, tmp_path):
+    network = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3, **norm))
+    before = Agent(copy.deepcopy(network), validation=(X, Y), buffers="shared")
+    before.aggregate({"a": before.publish()})
+    before.save(tmp_path / "agent.safetensors")
+    nn.init.ones_(network[0].weight)
+    agent = Agent(network, validation=(X, Y))
+    agent.load(tmp_path / "agent.safetensors")
+    assert network[0].weight.equal(before.network[0].weight)
+    assert agent.round == 1
+    assert agent.aggregate({"a": before.publish()}).refused == {}
 
 
 def test_the_memory_of_an_agent_with_other_peers_is_refused():

@@ -91,8 +91,9 @@ class Agent:
         num_samples: Number of the agent's training samples, for rules that weigh by them; by
             default the number of validation samples.
         malicious_share: Share of attackers that rules assume, in [0, 1).
-        buffers: Statistics of batch norms: "shared" ones in theta, "local" ones, estimated on the
-            validation samples for each model, or "dropped" ones, which stay.
+        buffers: Statistics of batch norms: "local" ones, estimated on the validation samples for
+            each model, "shared" ones in theta, or "dropped" ones, which stay. The default is that
+            of a run, "local", and "shared" with a `judge`, which brings no samples.
 
     Attributes:
         network: The network; a stand-in for an agent without one.
@@ -119,7 +120,7 @@ class Agent:
         rounds: int = 100,
         num_samples: int | None = None,
         malicious_share: float = 0.0,
-        buffers: batch_norm.StatisticsMode = "shared",
+        buffers: batch_norm.StatisticsMode | None = None,
     ) -> None:
         if (validation is None) == (judge is None):
             raise ConfigError("an agent needs `validation` samples or a `judge`, and not both")
@@ -570,10 +571,12 @@ class Agent:
 
 
 def _set_statistics_mode(
-    network: nn.Module, buffers: batch_norm.StatisticsMode, *, has_samples: bool
+    network: nn.Module, buffers: batch_norm.StatisticsMode | None, *, has_samples: bool
 ) -> None:
     """Set the mode of the network's statistics; ConfigError for an unknown or impossible one."""
     modes = get_args(batch_norm.StatisticsMode)
+    if buffers is None:
+        buffers = "local" if has_samples else "shared"
     require("buffers", buffers, buffers in modes, " or ".join(f'"{mode}"' for mode in modes))
     if buffers == "local" and not has_samples:
         raise ConfigError(
