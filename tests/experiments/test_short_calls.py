@@ -114,6 +114,22 @@ def test_another_folder_of_a_call_is_named_with_the_difference(caplog):
         caplog.text
     )
     assert "this one is written to runs/run-3." in caplog.text
+    caplog.clear()
+    other = {"name": "fedcbo", "alpha": 3.0}
+    assert (
+        call(data=(X, Y), rounds=2, gamma=0.125, algorithm=other).title
+        == "FedCBO (text, alpha = 3)"
+    )
+    (line,) = [line for line in caplog.messages if "earlier run" in line]
+    assert "`algorithm.name` is 'fedassay' there and 'fedcbo' here" in line
+    assert "alpha" not in line
+    assert "more" not in line
+
+
+def test_the_title_of_a_call_is_that_of_its_algorithm_or_its_name():
+    assert call(data=(X, Y), rounds=1).title == "FedAssay"
+    assert call(data=(X, Y), rounds=1, name="mine").title == "mine"
+    assert call(data=(X, Y), rounds=1, title="Mine").title == "Mine"
 
 
 def test_a_table_or_a_csv_file_has_its_owners_in_a_column():

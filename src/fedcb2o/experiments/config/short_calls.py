@@ -146,7 +146,8 @@ def settings_of(
         changes["model"] = _model_component(changes["model"])
     if found is None:
         return source, changes
-    return {"name": "run"}, {**_defaults(found, changes), **changes}
+    named = {} if "name" in changes else {"title": ""}  # that of the algorithm
+    return {"name": "run", **named}, {**_defaults(found, changes), **changes}
 
 
 def _data_component(data: Any, options: Mapping[str, Any]) -> Any:

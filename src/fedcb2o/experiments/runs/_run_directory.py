@@ -115,11 +115,17 @@ def describe_all_differences(existing: Mapping[str, Any], requested: Mapping[str
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
-    """Yield a description of each key with different values."""
+    """Yield a description of each key with different values.
+
+    Of another function only the name is described, and not its parameters.
+    """
     old = records.flatten(records.canonical_settings(was))
     new = records.flatten(records.canonical_settings(now))
-    for key in {**old, **new}:
-        if repr(old.get(key)) != repr(new.get(key)):  # by repr, since True equals 1
+    # By repr, since True equals 1.
+    changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]
+    functions = {key.removesuffix("name") for key in changed if key.endswith(".name")}
+    for key in changed:
+        if key.endswith(".name") or not key.startswith(tuple(functions)):
             yield f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
 
 
