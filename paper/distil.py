@@ -3,10 +3,11 @@
     .venv/bin/python -m paper.distil            # measure missing runs, an hour on a quiet core
     .venv/bin/python -m paper.distil --table    # print the means
 
-EMNIST is read from the folder that FEDCB2O_DATA names, or from the user's. The values are in
-docs/benchmark/distil/values.csv, one row per setting, method, attack and seed: percent over benign
-agents after the last round. Seeds and images are not those of any result. Methods
-are measured next to each other, so that an interrupted measurement has pairs to compare.
+EMNIST and Fashion-MNIST are read from the folder that FEDCB2O_DATA names, or from the user's, and
+HAPT needs the extra `har`. The values are in docs/benchmark/distil/values.csv, one row per setting,
+method, attack and seed: percent over benign agents after the last round. Seeds and images are not
+those of any result, but for the test samples of HAPT: data with owners have no tuning images.
+Methods are measured next to each other, so that an interrupted measurement has pairs to compare.
 """
 
 import argparse
@@ -26,6 +27,7 @@ import fedcb2o
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "distil" / "values.csv"
 SEEDS = (3000, 3001, 3002)
+FOUR = (*SEEDS, 3003)
 Changes = dict[str, Any]
 
 METHODS: dict[str, Changes] = {
@@ -34,6 +36,7 @@ METHODS: dict[str, Changes] = {
     "without max_distance": {"algorithm.guards.max_distance": False},
     "without min_distance": {"algorithm.guards.min_distance": False},
     "without interpolation": {"algorithm.guards.interpolation": 1.0},
+    "interpolation 0.75": {"algorithm.guards.interpolation": 0.75},
     "without loss_tolerance": {"algorithm.guards.loss_tolerance": False},
     "without label_coverage": {"algorithm.label_coverage": 0.0},
     "without the sub-level set": {"algorithm.beta": 1.0},
@@ -48,8 +51,10 @@ METHODS: dict[str, Changes] = {
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
 ATTACKS: dict[str, Changes] = {
     "none": {"agents.malicious_role": "clean"},
+    "removed": {"agents.malicious_role": "removed"},
     "label flip": {"attack": {"name": "label_flip", "source": 5, "target": 6}},
     "label flip 0-6": {"attack": {"name": "label_flip", "source": 0, "target": 6}},
+    "label flip 3-4": {"attack": {"name": "label_flip", "source": 3, "target": 4}},
     "random models": {"attack": {"name": "random_model"}},
     "ALIE": {"attack": {"name": "alie", "estimated_from": "benign", "z": 1.5}},
     "dissensus": {"attack": {"name": "dissensus", "eps": 0.3}},
@@ -104,7 +109,8 @@ FASHION: Changes = {
 }
 EMNIST = settings_of_grid("emnist-all-data")
 SMALL = "emnist-small-fedassay"
-DIGITS_ATTACKS = tuple(attack for attack in ATTACKS if attack != "label flip 0-6")
+ELSEWHERE = {"removed", "label flip 0-6", "label flip 3-4"}
+DIGITS_ATTACKS = tuple(attack for attack in ATTACKS if attack not in ELSEWHERE)
 SKEW_ATTACKS = ("none", "label flip", "random models")
 SETTINGS: dict[str, Setting] = {
     "digits": Setting("digits-fedassay", DIGITS, DIGITS_ATTACKS),
@@ -113,7 +119,9 @@ SETTINGS: dict[str, Setting] = {
     "two classes": Setting("digits-fedassay", TWO_CLASSES, SKEW_ATTACKS),
     "half attack, 150 rounds": Setting("digits-fedassay", {"rounds": 150}, ("label flip",)),
     "EMNIST": Setting(SMALL, EMNIST, ("none", "label flip", "ALIE"), SEEDS[:2]),
-    "Fashion-MNIST": Setting(SMALL, FASHION, ("none", "label flip 0-6", "ALIE"), SEEDS[:2]),
+    "Fashion-MNIST": Setting(SMALL, FASHION, ("none", "removed", "label flip 0-6", "ALIE"), FOUR),
+    # Data of owners have no tuning part.
+    "HAPT": Setting("har-fedassay", {"evaluate_on": "test"}, ("none", "label flip 3-4"), FOUR),
 }
 
 
