@@ -6,7 +6,7 @@ too. A cluster of fewer agents holds a part of these samples. In data with owner
 own samples, without a transform.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,9 +18,10 @@ from torch import Tensor
 from fedcb2o.data._dataset import Dataset, Groups, Owners, group_mask, group_members
 from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.plugins import did_you_mean
-from fedcb2o.rng import stream
+from fedcb2o.rng import agent_streams, permutations, stream
 
 _SPLITS = ("random", "stratified", "released")
+_AGENTS_PER_DRAW = 1024
 
 _Skew = Callable[[NDArray[np.int64], NDArray[np.int64], np.random.Generator], NDArray[np.integer]]
 
@@ -148,13 +149,18 @@ def partition(
             order = order[np.argsort(assignment, kind="stable")]
 
         shares = np.split(order, np.cumsum(sizes)[:-1])
+        split_orders = _split_orders(seed, range(first, first + b), benign_samples)
         for index, (share, role) in enumerate(zip(shares, roles, strict=True)):
             if role and remove_malicious:
                 continue
             agent = first + index  # so that removal changes no other agent's split
             mask = np.zeros(len(share), bool)
             if not role:
-                mask = validation_mask(y[share], agent, validation, split, seed, hold_out=hold_out)
+                mask = validation_mask(
+                    *(y[share], agent, validation, split, seed),
+                    hold_out=hold_out,
+                    order=next(split_orders),
+                )
 
             training = share[~mask]
             if not hold_out:
@@ -180,6 +186,13 @@ def _per_cluster(count: int | Sequence[int], num_clusters: int) -> list[int]:
     return [count] * num_clusters if isinstance(count, int) else list(count)
 
 
+def _split_orders(seed: int, agents: range, count: int) -> Iterator[NDArray[np.int64]]:
+    """Yield a random order of `count` samples of each agent, drawn for many agents at once."""
+    for start in range(0, len(agents), _AGENTS_PER_DRAW):
+        some = agents[start : start + _AGENTS_PER_DRAW]
+        yield from permutations(agent_streams(seed, "split", agents=some), count, 1)
+
+
 def validation_mask(
     y: NDArray[np.integer],
     agent: int,
@@ -190,22 +203,26 @@ def validation_mask(
     hold_out: bool = True,
     name: str | None = None,
     groups: Groups | None = None,
+    order: NDArray[np.int64] | None = None,
 ) -> NDArray[np.bool_]:
     """Select an agent's validation samples, as described in `partition`.
 
     With `groups` of the samples, whole groups are held out, whatever their classes.
-    `name` is that of the agent in messages. ConfigError is raised if the agent has no training or
+    `name` is that of the agent in messages, and `order` its permutation where it was drawn before.
+    ConfigError is raised if the agent has no training or
     no validation data.
     """
-    draw = stream(seed, "split", agent)
     if groups is not None and hold_out:
         if len(np.unique(groups.pool)) < 2:
             raise ConfigError(
                 f"{name or f'agent {agent}'} has one group to train on, and `agents.hold_out` needs"
                 " a second one to validate: set `hold_out` = false, or give it more groups"
             )
-        return group_mask(groups.pool.numpy(), fraction, None if groups.by_time else draw)
-    order = draw.permutation(len(y))
+        return group_mask(
+            groups.pool.numpy(), fraction, None if groups.by_time else stream(seed, "split", agent)
+        )
+    if order is None:
+        order = stream(seed, "split", agent).permutation(len(y))
     mask = np.zeros(len(y), bool)
     if split == "random" or fraction == 1:
         mask[order[: round(fraction * len(y))]] = True

@@ -177,16 +177,19 @@ class CandidatePeers:
         if not len(keys) or not len(ids):
             return np.zeros(len(ids), dtype=bool), np.zeros(0, np.int64)
 
-        wanted = ids
-        if len(self.lists) > 1:
+        is_found: np.ndarray
+        if len(self.lists) == 1 and keys[-1] - keys[0] == len(keys) - 1:
+            # All agents, such as without a graph: a search would take time in each round.
+            positions = ids - keys[0]
+            is_found = (positions >= 0) & (positions < len(keys))
+        else:
             # One number per pair of list and id, ascending, so that one search finds all.
             span = 1 + max(int(keys.max()), int(ids.max()))
             keys = self.lists.list_index * span + keys
             wanted = list_index * span + ids
-
-        positions = keys.searchsorted(wanted)
-        is_found: np.ndarray = keys.take(positions, mode="clip") == wanted
-        positions -= self.lists.offsets[list_index]
+            positions = keys.searchsorted(wanted)
+            is_found = keys.take(positions, mode="clip") == wanted
+            positions -= self.lists.offsets[list_index]
         excluded = self.excluded[agents]
         is_found &= positions != excluded
         positions = positions[is_found]

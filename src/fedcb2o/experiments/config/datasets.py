@@ -287,7 +287,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
         tuning_size=len(dataset.test),
     )
     if test is None:
-        test = available[population.tuning]
+        return population
     return dataclasses.replace(
         population,
         train=tuple(available[samples] for samples in population.train),

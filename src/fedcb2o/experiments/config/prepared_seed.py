@@ -142,7 +142,9 @@ class PreparedSeed:
 
 
 def _select(samples: Sequence[Int[Tensor, " _n"]], agents: Sequence[int]) -> Ragged:
-    return Ragged.from_arrays([samples[j].numpy() for j in agents])
+    chosen = [samples[j] for j in agents]
+    sizes = np.array([own.shape[0] for own in chosen], np.int64)
+    return Ragged(torch.cat(chosen).numpy(), sizes)
 
 
 def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]) -> dict[str, Any]:

@@ -20,6 +20,8 @@ from fedcb2o.kernels import devices
 
 _version = functools.cache(version)
 
+_AGENTS_PER_VIEW = 64  # whose validation samples are transformed at once
+
 
 def write_provenance(
     folder: Path,
@@ -78,13 +80,20 @@ def _source_counts(prepared: PreparedSeed) -> list[int | None]:
     sources = torch.tensor(experiment.resolved.goal.sources, dtype=torch.int64)
     pool = shared_pool(experiment, prepared.dataset)
     population = prepared.population
-    counts: list[int | None] = []
-    for samples, k in zip(population.validation, population.cluster.tolist(), strict=True):
-        if not len(samples) or not len(sources):
-            counts.append(None)
-            continue
-        seen = prepared.view(pool.part(samples.numpy()), k)
-        counts.append(int(torch.isin(prepared.dataset.labels(seen), sources).sum()))
+    cluster = population.cluster.tolist()
+    counts: list[int | None] = [None] * len(cluster)
+    if not len(sources):
+        return counts
+    for k in range(population.num_clusters):
+        members = [j for j, own in enumerate(cluster) if own == k and len(population.validation[j])]
+        for start in range(0, len(members), _AGENTS_PER_VIEW):
+            some = members[start : start + _AGENTS_PER_VIEW]
+            samples = [population.validation[j] for j in some]
+            seen = prepared.view(pool.part(torch.cat(samples).numpy()), k)
+            is_source = torch.isin(prepared.dataset.labels(seen), sources)
+            parts = torch.split(is_source, [len(own) for own in samples])
+            for j, part in zip(some, parts, strict=True):
+                counts[j] = int(part.sum())
     return counts
 
 
