@@ -218,7 +218,7 @@ def test_an_agent_validates_answers_by_group():
 
 def test_the_frozen_base_counts_as_memory(tmp_path, monkeypatch):
     monkeypatch.setattr(pretrained, "base_bytes", lambda base: 2**40)
-    with pytest.raises(RunError, match=r"1024\.25 GiB for data and processes"):
+    with pytest.raises(RunError, match=r"1024\.25 GiB for data, contacts and processes"):
         fedcb2o.run(TALK, out=tmp_path, workers=1, memory="8GiB")
 
 

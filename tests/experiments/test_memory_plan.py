@@ -127,13 +127,25 @@ def test_small_models_stay_in_memory_with_as_many_processes_as_fit(
 
 
 def test_the_plan_counts_data_and_training_of_every_process(tmp_path, monkeypatch):
-    monkeypatch.setattr(_memory_plan, "PROCESS_BYTES", 0)
+    for name in ("PROCESS_BYTES", "AGENT_BYTES", "CONTACT_BYTES"):
+        monkeypatch.setattr(_memory_plan, name, 0)
     # small dense networks train in batches of this size
     training = 12 * _memory_plan.MAX_BATCH_PARAMETERS
     data = plan(tmp_path, 10**9).other_bytes - training
     assert plan(tmp_path, 10**9, together=50).other_bytes == data + 12 * 6 * 100_000
     # the data as read, and their shared copy
     assert plan(tmp_path, 10**9, count=2).other_bytes == 2 * (data + training)
+
+
+def test_the_plan_counts_contacts_of_all_rounds(tmp_path, monkeypatch):
+    few, many = (plan(tmp_path, 10**9, rounds=rounds) for rounds in (1, 50))
+    budget = load(tiny()).agents.budget
+    contacts = 5 - min(budget, 5)  # of 5 peers, those asked after the first round
+    assert many.other_bytes - few.other_bytes == 6 * 40 * contacts
+    monkeypatch.setattr(_memory_plan, "CONTACT_BYTES", 2**40)
+    message = "TiB|GiB for data, contacts .* fewer agents, rounds or peers"
+    with pytest.raises(RunError, match=message):
+        plan(tmp_path, None, rounds=50)
 
 
 def test_an_existing_checkpoint_needs_no_more_disk_space(tmp_path, monkeypatch):

@@ -21,6 +21,7 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
 from fedcb2o.experiments.runs import Progress, _provenance, _round_records
+from fedcb2o.federated.evaluation import models
 from fedcb2o.report import compare, left_out_note, report, summary
 from fedcb2o.rng import stream
 
@@ -63,6 +64,14 @@ def test_asked_peers_without_an_answer_are_recorded(tmp_path):
             unanswered += len(asked) - len(ids)
         assert metrics["answered"] == [len(ids) for ids in line["ids"]]
     assert unanswered
+
+
+def test_an_evaluation_in_parts_changes_no_bit(tmp_path, monkeypatch):
+    settings = tiny(rounds=2, attack={"name": "backdoor", "target": 3})
+    run(settings, out=tmp_path / "whole", workers=1)
+    monkeypatch.setattr(models, "_MAX_OUTPUTS", 1)
+    run(settings, out=tmp_path / "parts", workers=1)
+    assert bits(tmp_path / "parts") == bits(tmp_path / "whole")
 
 
 def test_pairs_of_many_agents_are_recorded_for_some_at_equal_distances(tmp_path, monkeypatch):

@@ -27,6 +27,8 @@ from fedcb2o.simulation import checkpoint
 _LOG = logging.getLogger(__name__)
 
 MIN_PARALLEL_FLOPS = 2e9  # of training in a round; below it one process is as fast as several
+CONTACT_BYTES = 40  # id, likelihood, and copies of both in a round
+AGENT_BYTES = 2**13  # of decisions and their copies in a round, for M = 20
 PROCESS_BYTES = 2**28  # of PyTorch and of a batch's activations in each process
 
 _SIZE_UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
@@ -42,7 +44,7 @@ class MemoryPlan:
 
     processes: int
     model_bytes: int
-    # Bytes of data and processes.
+    # Bytes of data, contacts and processes.
     other_bytes: int
     # Folder of the models' file; None for models in memory.
     folder: Path | None = None
@@ -53,7 +55,7 @@ class MemoryPlan:
         where = "in memory" if self.folder is None else f"on disk, in {self.folder}"
         models = format_bytes(self.model_bytes)
         others = format_bytes(self.other_bytes)
-        return f"models {models} {where}, data and processes {others}"
+        return f"models {models} {where}, data, contacts and processes {others}"
 
 
 def plan_memory(
@@ -82,7 +84,10 @@ def plan_memory(
     disk = shutil.disk_usage(next(existing)).free
     disk_bytes = needs.disk_bytes(folder)
     # What is free now is an estimate. Small models run even where it seems too little.
-    is_small = memory is None and needs.model_bytes <= needs.data_bytes + needs.training_bytes
+    is_small = (
+        memory is None
+        and needs.model_bytes + needs.agent_bytes <= needs.data_bytes + needs.training_bytes
+    )
 
     def in_memory(processes: int) -> MemoryPlan | None:
         others = needs.other_bytes(processes)
@@ -119,7 +124,7 @@ def plan_memory(
         cure = f"--workers {plan.processes} would fit"
     raise RunError(
         f"{needs.num_agents} agents need {format_bytes(needs.model_bytes)} for models and "
-        f"{format_bytes(needs.other_bytes(requested))} for data and processes, of "
+        f"{format_bytes(needs.other_bytes(requested))} for data, contacts and processes, of "
         f"{format_bytes(budget)} of memory, or on disk {format_bytes(disk_bytes)} with "
         f"checkpoints, of {format_bytes(disk)} that are free: {cure}"
     )
@@ -139,17 +144,20 @@ class _Needs:
             min(MAX_BATCH_PARAMETERS, dim * self.num_agents),
             dim * min(self.num_agents, experiment.together or 1),
         )
+        # Every peer that an agent asked stays a contact.
+        contacts = min(self.num_agents - 1, experiment.agents.budget * experiment.rounds)
+        self.agent_bytes = self.num_agents * (AGENT_BYTES + CONTACT_BYTES * contacts)
         self.frozen_bytes = frozen_bytes(experiment)
         self.training_bytes = 12 * batch  # gradients, momentum and a copy
         self.column_bytes = 8 * experiment.num_models  # of a column in a process that mixes
         self.mix_bytes = self.column_bytes * min(dim, REDUCTION_TILE_COLUMNS)
 
     def other_bytes(self, processes: int) -> int:
-        """Return the bytes of data and processes."""
+        """Return the bytes of data, contacts and processes."""
         # Workers read the data in shared memory, in addition to those of this process.
         shared = PROCESS_BYTES + self.data_bytes if processes > 1 else 0
         private = processes * (PROCESS_BYTES + self.training_bytes)
-        return self.data_bytes + self.frozen_bytes + private + shared
+        return self.data_bytes + self.frozen_bytes + self.agent_bytes + private + shared
 
     def disk_bytes(self, folder: Path) -> int:
         """Return the bytes of a file of models, and of one or two checkpoints in the folder."""
@@ -178,6 +186,8 @@ class _Needs:
         count = max(left * self.num_agents // self.model_bytes, min(by_mixing, by_disk))
         if count > 1:
             return f"{count} agents would fit"
+        if self.agent_bytes > self.model_bytes:
+            return "give more memory, or take fewer agents, rounds or peers (`agents.budget`)"
         return "give more memory or take a smaller model"
 
 

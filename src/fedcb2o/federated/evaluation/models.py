@@ -1,6 +1,7 @@
 """Evaluation of agents' models on test samples."""
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -27,6 +28,7 @@ from fedcb2o.nn.parameters import bind_
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """(outputs of k models [k, n, ...], labels or targets [n, ...]) -> a measure [k, n, ...]."""
+_Test = tuple[str, Indices, Shard, Loss | None]
 _MAX_OUTPUTS = 2**22  # of several models at once
 
 
@@ -34,7 +36,8 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
     """Evaluate members' models on their test samples, marked ones, and the common ones."""
     spec = group.spec
     results: dict[int, dict[str, Score]] = {k: {} for k in members.tolist()}
-    for name, tested, test, loss in _tests(group, members):
+    tests = _tests(group, members)
+    for name, tested, test, loss in itertools.chain.from_iterable(map(_in_parts, tests)):
         measure = functools.partial(
             measure_samples,
             spec.module,
@@ -77,9 +80,7 @@ def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResul
     ]
 
 
-def _tests(
-    group: AgentGroup, members: Indices
-) -> Iterator[tuple[str, Indices, Shard, Loss | None]]:
+def _tests(group: AgentGroup, members: Indices) -> Iterator[_Test]:
     """Yield the name of each test, the members that take it, its samples and its loss."""
     loss = group.spec.training.loss
     trigger = getattr(group.adversary, "trigger", None)
@@ -98,6 +99,14 @@ def _tests(
     common_test = group.data.common_test_set()
     if common_test is not None:
         yield "common", members, common_test, loss
+
+
+def _in_parts(test: _Test) -> Iterator[_Test]:
+    """Divide a test of many members, whose predictions would take much memory."""
+    name, members, samples, loss = test
+    size = max(1, _MAX_OUTPUTS // max(1, len(samples)))
+    for start in range(0, len(members), size):
+        yield name, members[start : start + size], samples, loss
 
 
 def _chosen_metrics(
