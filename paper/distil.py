@@ -6,7 +6,7 @@
 EMNIST and Fashion-MNIST are read from the folder that FEDCB2O_DATA names, or from the user's, and
 HAPT needs the extra `har`. The values are in docs/benchmark/distil/values.csv, one row per setting,
 method, attack and seed: percent over benign agents after the last round. Seeds and images are not
-those of any result, but for the test samples of HAPT: data with owners have no tuning images.
+those of any result, except for the test samples of HAPT: data with owners have no tuning images.
 Methods are measured next to each other, so that an interrupted measurement has pairs to compare.
 """
 

@@ -99,7 +99,7 @@ def test_models_like_honest_ones_have_their_share_in_the_mean(draws):
         view, is_hostile = inboxes(count, seed, alike=True)
         weights = fedassay.weigh(view, {})[0].outcome
         f = is_hostile.sum(-1)
-        # The own model has the largest weight, and the others share the rest equally in the mean.
+        # No weight is above that of the agent itself, and the others share the rest equally in the mean.
         assert (weights[:, -1:] >= weights).all()
         rest = f / M * (1 - weights[:, -1])
         assert (rest <= f / (M + 1) + 1e-12).all()
