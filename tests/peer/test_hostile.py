@@ -1,6 +1,5 @@
 """Invalid answers of a hostile member, and equivocation among real nodes, as processes."""
 
-import contextlib
 import signal
 
 import pytest
@@ -36,15 +35,14 @@ def meeting(tmp_path_factory):
     wire = Wire()
     dim = len(parameters.flatten(build_network(federation)))
     server = Server(federation, 1, orgs[1], Ledger(folder, federation), hello_content=dict)
-    with contextlib.closing(server):
-        content = bytes(4 * dim)
-        manifest = Manifest.from_content(
-            content, run=federation.run, agent=1, round=9, dim=dim, num_samples=1, encoding=0,
-            base=ZERO_DIGEST,
-        )  # fmt: skip
-        server.publish(Snapshot(manifest.to_signed_bytes(orgs[1].sign), content))
-        wire.agent(1).serve(server.on_request)
-        yield federation, orgs, wire, dim
+    content = bytes(4 * dim)
+    manifest = Manifest.from_content(
+        content, run=federation.run, agent=1, round=9, dim=dim, num_samples=1, encoding=0,
+        base=ZERO_DIGEST,
+    )  # fmt: skip
+    server.publish(Snapshot(manifest.to_signed_bytes(orgs[1].sign), content))
+    wire.agent(1).serve(server.on_request)
+    return federation, orgs, wire, dim
 
 
 @pytest.mark.parametrize("lie", sorted(hostile.LIES))

@@ -8,9 +8,11 @@ import resource
 import socket
 import ssl
 import struct
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from tests.peer import raw
@@ -22,7 +24,10 @@ from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import dialer, listener
 from fedcb2o.peer.wire import pace as pace_module
 from fedcb2o.peer.wire import tls as tls_module
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.transport import Https
+
+ANSWER = Answer(AnswerStatus.OK, b"answer")
 
 
 @pytest.fixture(scope="module")
@@ -55,10 +60,10 @@ def test_silent_connections_displace_each_other_and_no_member(
     strangers = [
         exit_stack.enter_context(socket.create_connection(address_of(orgs[0]))) for _ in range(240)
     ]
-    wait_for(lambda: len(server._listener._pending) == 100)
+    wait_for(lambda: len(server._listener._pending()) == 100)
     client = exit_stack.enter_context(Https(federation, orgs[1]))
     assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
-    assert len(server._listener._pending) <= 100
+    assert len(server._listener._pending()) <= 100
     assert num_descriptors() - descriptors_before - len(strangers) < 140
 
 
@@ -200,7 +205,7 @@ def test_a_refusal_arrives_while_the_remote_still_sends(organisations, exit_stac
         with raw.connect(orgs[2], federation, 0) as link:
             link.sendall(raw.get("/v1/x", Content_Length="9000") + bytes(9000))
             assert raw.read_answer(link)[0] == 413
-    wait_for(lambda: not server._listener._pending and not others._listener._pending)
+    wait_for(lambda: not server._listener._pending() and not others._listener._pending())
 
 
 def test_a_refused_remote_that_sends_on_is_reset(organisations, exit_stack):
@@ -237,7 +242,7 @@ def test_connections_that_strangers_reset_are_forgotten(organisations, exit_stac
         with socket.create_connection(address_of(orgs[0])) as stranger:
             stranger.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             time.sleep(0.002 * (k % 2))
-    wait_for(lambda: not server._listener._pending)
+    wait_for(lambda: not server._listener._pending())
     monkeypatch.undo()
     client = exit_stack.enter_context(Https(federation, orgs[1]))
     assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
@@ -256,14 +261,14 @@ def test_slow_headers_end_with_the_time_for_the_first_request(
         link = exit_stack.enter_context(raw.connect(orgs[2], federation, 0))
     else:
         link = exit_stack.enter_context(socket.create_connection(address_of(orgs[0])))
-    (connection,) = wait_for(lambda: [*server._listener._pending.values()])
+    (connection,) = wait_for(lambda: server._listener._pending())
     assert connection.end == listener.HANDSHAKE_SECONDS
     slow = raw.get("/v1/x", A="slow") if is_member else client_hello(orgs[2], federation)
     for k in range(8):
         clock.now = k / 8 * connection.end
         link.sendall(slow[k : k + 1])
         time.sleep(0.01)
-        assert [*server._listener._pending.values()] == [connection]
+        assert server._listener._pending() == [connection]
     clock.now = connection.end
     assert raw.read_answer(link) == (0, {}, b"")
 
@@ -318,23 +323,44 @@ def test_a_node_of_the_former_release_is_named_once(organisations, exit_stack, c
     assert lines == [f"org-2 runs {listener.FORMER_RELEASE}"]
 
 
-def test_the_listener_does_not_wait_until_a_refusal_is_read(organisations, exit_stack, monkeypatch):
-    """A refusal and a sign of life are sent by the listener's thread, which serves all members."""
-    waits = []
-    write = listener._Connection.write
-
-    def note(connection, data, seconds):
-        waits.append(seconds)
-        write(connection, data, seconds)
-
-    monkeypatch.setattr(listener._Connection, "write", note)
+def test_slow_readers_delay_no_other_member(organisations, exit_stack, monkeypatch):
+    """Two members ask for long answers that they never read; one thread serves all members."""
     orgs, federation = organisations
     server = exit_stack.enter_context(Https(federation, orgs[0]))
-    server.serve(lambda request, reply: None)
-    with raw.connect(orgs[2], federation, 0) as link:
-        for target, code in (("/v1/x", 403), (raw.STATE, 200), ("/v1/%", 404)):
-            assert raw.exchange(link, raw.get(target))[0] == code
-    assert waits == [0.0] * 3
+    long = Answer(AnswerStatus.OK, bytes(2**24))
+    server.serve(lambda request, reply: reply(long if b"/v1/long" in request else ANSWER))
+    num_threads = threading.active_count()
+    for member in orgs[1:]:
+        for _ in range(listener.MAX_CONNECTIONS):
+            link = exit_stack.enter_context(raw.connect(member, federation, 0))
+            link.sendall(raw.get("/v1/long"))
+    connections = server._listener._connections
+    waiting = lambda: [one for one in [*connections.values()] if one.unsent]  # noqa: E731
+    wait_for(lambda: len(waiting()) == 2 * listener.MAX_CONNECTIONS)
+    for _ in range(5):
+        # Its newest connection replaces its oldest one.
+        with raw.connect(orgs[2], federation, 0) as link:
+            assert raw.exchange(link, raw.get("/v1/short"))[::2] == (200, b"answer")
+    assert threading.active_count() == num_threads
+    clock = Clock()
+    clock.now = time.monotonic() + listener.SEND_SECONDS
+    monkeypatch.setattr(listener, "time", clock)
+    wait_for(lambda: not waiting())
+
+
+def test_pieces_of_answers_are_sent_in_turn_within_the_limits(monkeypatch):
+    """The remotes of twelve connections read: two pieces of each member, and five of all."""
+    one = listener.Listener.__new__(listener.Listener)
+    one.uploads, one.per_peer, sent = 5, 2, []
+    monkeypatch.setattr(one, "_continue_answer", sent.append)
+    readers = [
+        SimpleNamespace(end=k // 3, member=SimpleNamespace(root=f"{k % 3}"), is_closed=k == 0)
+        for k in range(12)
+    ]
+    one._continue_answers(reversed(readers))
+    assert [(reader.end, reader.member.root) for reader in sent] == [
+        (0, "2"), (0, "1"), (1, "2"), (1, "1"), (1, "0")
+    ]  # fmt: skip
 
 
 def test_pauses_between_dials_of_an_unreachable_member_grow(organisations, exit_stack, monkeypatch):

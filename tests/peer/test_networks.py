@@ -287,7 +287,7 @@ get "" whole
 get "bytes=1048576-" rest
 """.replace("PLACE", place)
     )
-    with Https(federation, orgs[1]) as node, contextlib.closing(server):
+    with Https(federation, orgs[1]) as node:
         node.serve(server.on_request)
         done = subprocess.run(
             ["bash", "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=60

@@ -579,7 +579,6 @@ def test_a_node_restarts_from_the_initial_model_after_divergence(tmp_path):
         observer=notes,
     )
     node.run()
-    server.close()
     lines = lines_of(tmp_path / "out")
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["received"][0]["weight"] > 0.1

@@ -126,16 +126,14 @@ def test_announced_rounds_outside_the_run_are_ignored(announced, known, tmp_path
 @contextlib.contextmanager
 def serve_members(wire, folder, federation, orgs, announced):
     """Serve members that announce a round and have no model."""
-    with contextlib.ExitStack() as stack:
-        for j, round in announced.items():
-            ledger = Ledger(folder / f"other-{j}", federation)
-            content = {"round": round}
-            server = Server(
-                federation, j, orgs[j], ledger, hello_content=lambda content=content: content
-            )
-            stack.callback(server.close)
-            wire.agent(j).serve(server.on_request)
-        yield
+    for j, round in announced.items():
+        ledger = Ledger(folder / f"other-{j}", federation)
+        content = {"round": round}
+        server = Server(
+            federation, j, orgs[j], ledger, hello_content=lambda content=content: content
+        )
+        wire.agent(j).serve(server.on_request)
+    yield
 
 
 def newcomer(folder, announced, *, resume=False, **options):
@@ -255,7 +253,6 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
     changes = {"rounds": 12, "agents": {"benign": 3, "malicious": 0}}
     federation = members.federated(orgs, changes=changes, lag=1, deadline_seconds=5.0)
     wire = Wire()
-    servers = []
     for j in answering_members:
         ledger = Ledger(tmp_path / f"other-{j}", federation)
         manifest = Manifest.from_content(
@@ -271,7 +268,6 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
         ledger.record(manifest.to_signed_bytes(orgs[0].sign))
         server = Server(federation, j, orgs[j], ledger, hello_content=lambda: {"round": LAST + 1})
         wire.agent(j).serve(server.on_request)
-        servers.append(server)
     data = digits()
     share = fedcb2o.Dataset(
         fedcb2o.Shard(data.pool.x[::3], data.pool.y[::3]), data.test, data.class_names
@@ -289,8 +285,6 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
         linger=0.0,
     )
     node.run()
-    for server in servers:
-        server.close()
     text = "\n".join(observer.notes)
     if signed_from is None:
         assert not (tmp_path / "out" / "signed.jsonl").exists()

@@ -157,4 +157,3 @@ def test_members_with_the_next_version_notify_a_removed_member(
         (notice,) = notices
         assert "signed by org-1, org-2, removes org-0" in notice
         assert client.fetch(0, {2: torch.zeros(3)}, 5.0) == ({}, {2: "no answer"})
-        server.close()

@@ -2,13 +2,10 @@
 
 import hashlib
 import os
-import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 from tests.peer.members import federated, identities
-from tests.peer.waiting import wait_for
 
 from fedcb2o.peer import (
     Federation,
@@ -30,7 +27,7 @@ from fedcb2o.peer.wire.protocol import (
     decode_manifest,
     decode_offer,
 )
-from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, MAX_PENDING, Server, Snapshot
+from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, Server, Snapshot
 
 ME = 0
 
@@ -48,25 +45,16 @@ def federation(orgs) -> Federation:
 
 
 class Scene:
-    """Servers of one agent, requests to them and their answers. `close` ends all of them."""
+    """Servers of one agent, requests to them and their answers."""
 
     def __init__(self, folder, orgs, federation) -> None:
         self.folder, self.orgs, self.federation = folder, orgs, federation
-        self.servers: list[Server] = []
-        self.gates: list[threading.Event] = []
 
     def server(self, fed=None, **options) -> Server:
         fed = fed or self.federation
         self.ledger = Ledger(self.folder, fed)
         settings = {"hello_content": lambda: {"round": 7, "keys": fed.value_hashes()}, **options}
-        self.servers.append(Server(fed, ME, self.orgs[ME], self.ledger, **settings))
-        return self.servers[-1]
-
-    def close(self) -> None:
-        for gate in self.gates:
-            gate.set()
-        for server in self.servers:
-            server.close()
+        return Server(fed, ME, self.orgs[ME], self.ledger, **settings)
 
     def request(self, kind: RequestKind, sender: int = 1, **fields) -> bytes:
         signer = fields.pop("by", sender)
@@ -84,37 +72,16 @@ class Scene:
         manifest = Manifest.from_content(text, **settings, encoding=0, base=ZERO_DIGEST)
         return Snapshot(manifest.to_signed_bytes(self.orgs[agent].sign), text)
 
-    def ask(self, server: Server, data: bytes, seconds: float = 120) -> Answer | None:
+    def ask(self, server: Server, data: bytes) -> Answer | None:
         """Return the answer, or None if the request is turned away without one."""
-        arrived, answers = threading.Event(), []
-
-        def reply(answer: Answer | None) -> None:
-            answers.append(answer)
-            arrived.set()
-
-        before = sum(server.counts.refused.values())
-        server.on_request(data, reply)
-        turned_away = sum(server.counts.refused.values()) > before
-        arrived.wait(0.03 if turned_away else seconds)
+        answers = []
+        server.on_request(data, answers.append)
         return answers[0] if answers else None
-
-    def blocking_reply(self) -> tuple[threading.Event, list]:
-        """Return a reply that blocks until its gate opens, and the list of blocked threads."""
-        gate, blocked_threads = threading.Event(), []
-        self.gates.append(gate)
-
-        def reply(answer: Answer | None) -> None:
-            blocked_threads.append(threading.get_ident())
-            gate.wait(600)
-
-        return reply, blocked_threads
 
 
 @pytest.fixture
-def scene(tmp_path, orgs, federation) -> Iterator[Scene]:
-    scene = Scene(tmp_path, orgs, federation)
-    yield scene
-    scene.close()
+def scene(tmp_path, orgs, federation) -> Scene:
+    return Scene(tmp_path, orgs, federation)
 
 
 def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
@@ -157,7 +124,7 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
             status,
             other if status is AnswerStatus.OK else b"",
         )
-    wait_for(lambda: server.counts.answered == 6)
+    assert server.counts.answered == 6
     counts = server.counts
     assert counts.requests == 10
     assert counts.refused == {}
@@ -386,14 +353,14 @@ def test_requests_of_another_run_do_not_use_up_the_quota(scene, orgs, federation
         server.on_request(foreign, answers.append)
     hello = scene.request(RequestKind.HELLO, run=b"r" * 32, receiver=3, digest=orgs[1].member.key)
     assert scene.ask(server, hello) is None  # 60 a minute
-    wait_for(lambda: len(answers) >= 16)
+    assert len(answers) >= 16
     assert {answer.status for answer in answers} <= {
         AnswerStatus.ANOTHER_RUN,
         AnswerStatus.BUSY,
     }
     refused = server.counts.refused
     assert refused["run"] <= 60
-    assert refused["rate"] + refused.get("pending", 0) >= 240  # pending: no thread is free
+    assert refused["rate"] >= 240
     before = server._quotas[1].pace.left()
     assert before == federation.limits.answers_per_minute
     assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
@@ -453,68 +420,21 @@ def test_persistent_excess_requests_get_no_answer(scene, federation):
 
 
 def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federation):
-    server = scene.server()
-    reply, blocked_threads = scene.blocking_reply()
+    limits = federation.limits.model_copy(update={"answers_per_minute": 60})
+    server = scene.server(federation.model_copy(update={"limits": limits}), clock=lambda: 0.0)
+    answers = []
     forged = scene.request(RequestKind.MODEL, by=2)
     for _ in range(100):
-        server.on_request(forged, reply)
-    for k in range(100):
-        server.on_request(scene.request(RequestKind.MODEL), reply)
-        if k + 1 == federation.limits.per_peer:
-            wait_for(lambda: len(blocked_threads) == federation.limits.per_peer)
+        server.on_request(forged, answers.append)
+    for _ in range(100):
+        server.on_request(scene.request(RequestKind.MODEL), answers.append)
     for _ in range(9800):
-        server.on_request(forged, reply)
-    assert len(server._quotas[1].queue) <= 2 * MAX_PENDING
-    assert len(server._quotas[1].nonces) <= 2 * MAX_PENDING + federation.limits.per_peer
-    assert len(blocked_threads) <= federation.limits.per_peer
+        server.on_request(forged, answers.append)
+    assert len(answers) == 60 + MAX_BUSY_ANSWERS
+    assert len(server._quotas[1].nonces) == len(answers)
     assert server.counts.refused["signature"] == 100
-    assert server.counts.refused["pending"] >= 9900 - MAX_PENDING - federation.limits.per_peer
+    assert server.counts.refused["rate"] == 9900 - 60
     assert scene.ask(server, scene.request(RequestKind.MODEL, 2)).status is AnswerStatus.NOT_HERE
-
-
-def test_slow_readers_delay_no_other_member(scene, federation):
-    """Three of four members read nothing; the fourth gets its answers."""
-    server = scene.server(slow_after_seconds=0.05)
-    server.publish(scene.snapshot(5))
-    reply, blocked_threads = scene.blocking_reply()
-    for sender in (1, 2, 3):
-        for _ in range(MAX_PENDING):
-            server.on_request(scene.request(RequestKind.MANIFEST, sender, round=5), reply)
-    assert [
-        scene.ask(server, scene.request(RequestKind.MANIFEST, 4, round=5)).status for _ in range(20)
-    ] == [AnswerStatus.OK] * 20
-    wait_for(lambda: len(blocked_threads) == 6)
-    time.sleep(0.2)
-    assert len(blocked_threads) == 6
-    assert len(server._threads) <= 10  # six blocked ones, and those that end an answer
-
-
-def test_simultaneous_uploads_are_limited_and_served_in_turn(scene):
-    server = scene.server(slow_after_seconds=60.0)
-    reply, blocked_threads = scene.blocking_reply()
-    server.on_request(scene.request(RequestKind.MODEL, 1), reply)
-    server.on_request(scene.request(RequestKind.MODEL, 1), reply)
-    wait_for(lambda: len(blocked_threads) == 2)
-    order, threads = [], []
-
-    def recording_reply(sender: int):
-        def reply(answer: Answer | None) -> None:
-            order.append(sender)
-            threads.append(threading.get_ident())
-
-        return reply
-
-    for sender in (2, 2, 2, 3, 3, 3, 4, 4, 4):
-        server.on_request(scene.request(RequestKind.MODEL, sender), recording_reply(sender))
-    time.sleep(0.1)
-    assert order == []
-    server.federation = server.federation.model_copy(
-        update={"limits": server.federation.limits.model_copy(update={"uploads": 3})}
-    )
-    with server._changed:
-        server._changed.notify_all()
-    wait_for(lambda: len(order) == 9)
-    assert order == [2, 3, 4] * 3
 
 
 def test_a_failure_ends_one_answer_only(scene, orgs):
@@ -528,30 +448,19 @@ def test_a_failure_ends_one_answer_only(scene, orgs):
     for _ in range(3):
         server.on_request(scene.request(RequestKind.HELLO, digest=orgs[1].member.key), lost)
         server.on_request(scene.request(RequestKind.MODEL), lost)
-    wait_for(lambda: server.counts.refused.get("failed") == 6)
+    assert server.counts.refused == {"failed": 6}
     assert scene.ask(server, scene.request(RequestKind.MODEL)).status is AnswerStatus.NOT_HERE
 
 
-def test_a_request_is_queued_without_delay(scene):
+def test_a_request_is_answered_without_delay(scene):
     server = scene.server()
-    reply, _ = scene.blocking_reply()
     requests = [scene.request(RequestKind.MODEL, 1 + k % 4) for k in range(200)]
     seconds = []
     for data in requests:
         started = time.thread_time()
-        server.on_request(data, reply)
+        server.on_request(data, lambda answer: None)
         seconds.append(time.thread_time() - started)
     assert sorted(seconds)[len(seconds) // 2] < 0.005
-
-
-def test_the_server_closes_while_answers_are_sent(scene):
-    server = scene.server()
-    reply, blocked_threads = scene.blocking_reply()
-    for _ in range(5):
-        server.on_request(scene.request(RequestKind.MODEL), reply)
-    wait_for(lambda: blocked_threads)
-    server.close()
-    assert scene.ask(server, scene.request(RequestKind.MODEL), seconds=0.1) is None
 
 
 def test_a_former_member_gets_only_the_signed_versions_in_hello(scene, orgs, federation, tmp_path):

@@ -40,6 +40,7 @@ class MetricsServer:
             raise ConfigError(
                 "--metrics needs prometheus-client: pip install 'fedcb2o[metrics]'"
             ) from error
+        # The global registry would mix the metrics of several nodes in one process.
         self._registry = CollectorRegistry()
         self._generate: Callable[[], bytes] = partial(generate_latest, self._registry)
         self._health = health

@@ -166,6 +166,7 @@ def validate_root(
         basic = extensions.get_extension_for_class(x509.BasicConstraints)
         usage = extensions.get_extension_for_class(x509.KeyUsage).value
         names = extensions.get_extension_for_class(x509.NameConstraints)
+        # OpenSSL could find more in the text than this parser does, and trust it.
         is_exact = root.public_bytes(Encoding.PEM).decode() == pem
         has_subject = root.subject == _subject(name)
     except Exception as error:

@@ -312,6 +312,7 @@ def read_federation(
     # A file of another kind has its own error, before its keys are called unknown.
     if "protocol" not in table and (description := _describe_other_file(table)):
         raise ConfigError(f"{path} is {description}")
+    # Pydantic would name keys of its own model, which are not those of the file.
     for key in table:
         if key not in _FILE_KEYS:
             hint = plugins.did_you_mean(key, _FILE_KEYS)
@@ -325,6 +326,7 @@ def read_federation(
     federation = validated_federation(
         table, str(path), allow_unsigned=allow_unsigned, check_experiment=check_experiment
     )
+    # TOML's true equals 1 in Python.
     if isinstance(version, bool) or version != federation.version:
         raise ConfigError(
             f"{path}: `version` is {str(version)[:20]}, and {federation.version - 1} earlier "
@@ -413,6 +415,7 @@ def _parse_versions(federation: Federation, content: bytes) -> Federation:
 
     A ValueError says that they are invalid.
     """
+    # Its other keys are ignored: they cannot change the settings of this run.
     table = parse_bounded_toml(content, MAX_FILE_BYTES)
     validate_plain(table)
     last = {key: table[key] for key in ("members", "signatures") if key in table}
@@ -577,6 +580,7 @@ def validated_federation(
 
 def _format_validation_error(error: ValidationError) -> str:
     """Format the first problem in the words of the file."""
+    # The first one: later ones often follow from it.
     problem = error.errors(include_url=False)[0]
     path = [str(part)[:50] for part in problem["loc"]]
     suffix = ""

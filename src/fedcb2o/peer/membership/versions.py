@@ -258,6 +258,7 @@ def add_signature(
 def merge_signatures(version: Version, signatures: Sequence[Signature]) -> Version:
     """Add signatures to a version, sorted by name; a member's existing one stays."""
     by_name = {signature.name: signature for signature in (*signatures, *version.signatures)}
+    # In one order, so that copies that were signed in turn become the same file.
     merged = tuple(by_name[name] for name in sorted(by_name))
     return Version(members=version.members, signatures=merged)
 

@@ -110,6 +110,7 @@ def agent_from_dataset(
     if experiment.agents.hold_out:
         train = np.flatnonzero(~is_validation)
 
+    # Members know nothing of each other's data: all are one cluster.
     cluster = np.zeros(federation.num_agents, np.int64)
     _check_memory(experiment, dataset)
     spec = build_run_spec(
@@ -218,6 +219,7 @@ def load_member_dataset(name: str, federation: Federation, data_dir: Path | None
 
 def differing_keys(federation: Federation, experiment: Experiment, dataset: Dataset) -> list[str]:
     """Return the keys of a simulation and its data that differ from a federation."""
+    # A federation of the simulation, with the same members, has comparable hashes.
     members = list(federation.members.values())
     simulated = make_federation(experiment, members, dataset=dataset, seed=federation.seed)
     keys = federation.differing_keys(simulated.value_hashes())
@@ -380,6 +382,7 @@ def _build_setup(
     data: AgentData,
     goal: AttackGoal,
 ) -> AgentSetup:
+    # Members agree on a precision, and some machines compute it very slowly.
     precision = _autotune.supported_precision(spec.training.precision, torch.device("cpu"))
     training = spec.training.model_copy(update={"precision": precision})
     spec = dataclasses.replace(spec, training=training)

@@ -107,6 +107,7 @@ class SelfAssessment:
     def _train_alone(self, n: int) -> None:
         """Train the model alone up to round `n`, and keep it."""
         spec = self.group.spec
+        # A member that trains alone would show its model to nobody, and need no noise.
         training = spec.training.model_copy(update={"privacy": None})
         agent = int(self.group.agents[0])
         while self.trained <= n:
@@ -115,6 +116,7 @@ class SelfAssessment:
             shard = Shard(x[0], y[0])
             local_update_(self.alone, spec.module, shard, training.in_round(self.trained), draw)
             self.trained += 1
+        # Kept, because training it again after a restart takes as long as all rounds.
         metadata = {"rounds": str(self.trained), "skipped": str(self.skipped)}
         tensors = {"theta": self.alone}
         records.atomic_write(self.path, save(tensors, metadata))

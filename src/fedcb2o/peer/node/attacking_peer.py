@@ -105,5 +105,6 @@ class AttackingPeer(PeerEngine):
     def _offer(self, n: int, overrides: Mapping[int, Snapshot | None]) -> None:
         """Offer the trained model to all peers except those with a model of their own, or none."""
         num_samples = int(self.group.data.train.sizes[0])
+        # Without the journal: an attacker signs several models for one round.
         snapshot = self.publisher.snapshot(n, self._own_model(), num_samples)
         self.publisher.server.publish(snapshot, overrides)

@@ -104,6 +104,7 @@ class ByzantinePeer:
             encoding=0,
             base=ZERO_DIGEST,
         )
+        # After the manifest, which has the hashes of the content before.
         if fault == "other chunks":
             content = secrets.token_bytes(len(content))
         self._contents[manifest.digest] = content

@@ -187,10 +187,13 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
     with agent.log.open("wb") as log:
         return subprocess.Popen(
             [*map(str, command)],
+            # The Byzantine peer ends with its standard input, also if this process is killed.
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
+            # Eight processes with all processors each would be slower.
             env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Ctrl-C reaches this process alone, which ends the others in order.
             start_new_session=True,
         )
 

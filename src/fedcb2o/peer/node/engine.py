@@ -193,6 +193,7 @@ class PeerEngine:
         self._rounds_alone += 1
         seconds = time.monotonic() - self._last_answer
         is_short = self._rounds_alone < _ROUNDS_ALONE or seconds < _SECONDS_ALONE
+        # A relay that is down has a message of its own.
         if is_short or self._has_warned or relay_error(self.client.transport):
             return
         self._has_warned = True

@@ -211,12 +211,9 @@ class Node:
             server = Server(
                 federation, self.agent_id, self.identity, ledger, hello_content=self._hello_content
             )
-            # Again, after slow readers have released its threads.
-            stack.callback(server.close)
             transport = self.connect(federation, self.identity)
             self._transport = transport
             stack.callback(transport.close)
-            stack.callback(server.close)
             transport.serve(server.on_request)
             dim = self.agent.spec.dim
             client = PeerClient(
@@ -419,6 +416,7 @@ class Node:
 
     def _fingerprint(self) -> str:
         """Return the identity of a checkpoint, the same for all versions."""
+        # Not of the version: a run goes on with later versions of its federation.
         run = json.dumps({"run": self.federation.run.hex(), "agent": self.agent_id})
         return f"{run} data {self.agent.data_digest}"
 

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from fedcb2o.errors import RemovedError
@@ -45,6 +46,7 @@ class PeerMonitor:
         self._ahead = Credit(self.federation.deadline_seconds)  # for members that are behind
         self._refusing = set[int]()
         self._compared = set[int]()  # members with a link whose version of the protocol is known
+        self._comparing = set[int]()  # members whose answer is awaited
         self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS
 
     @property
@@ -76,20 +78,12 @@ class PeerMonitor:
         # A member that comes back may run another release.
         self._compared &= linked
         for i in linked - self._compared:
-            self._compared.add(i)
-            threading.Thread(target=self._compare_version, args=[i], daemon=True).start()
+            self.client.ask_in_background(i, self._comparing, partial(self._compare_version, i))
 
     def _compare_version(self, i: int) -> None:
-        content = None
-        try:
-            content = self.client.hello(i, HELLO_SECONDS)
-        except Exception as error:
-            # An error in the background must not end as a message of Python.
-            self.client.log_error(error)
-        if content is None:
-            # It is asked again in the next round.
-            self._compared.discard(i)
-        else:
+        content = self.client.hello(i, HELLO_SECONDS)
+        # Otherwise it is asked again in the next round.
+        if content is not None:
             self._note_version(i, content)
 
     def _note_version(self, i: int, content: Mapping[str, Any]) -> None:
@@ -207,6 +201,7 @@ class PeerMonitor:
         """
         announced = dict(self.client.announced_rounds)
         rounds = sorted((announced.get(i, 0) for i in self.other_members), reverse=True)
+        # Of all others, also banned and absent ones: absence must not make a minority the majority.
         num_others = len(self.federation.members) - 1
         needed = max(_MIN_ANNOUNCEMENTS, num_others // 2 + 1)
         if len(rounds) < needed:

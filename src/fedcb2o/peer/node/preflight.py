@@ -35,6 +35,7 @@ from fedcb2o.peer.wire.relayed import Mixed, Relayed, open_transport
 from fedcb2o.peer.wire.server import Server
 from fedcb2o.peer.wire.transport import Https, Transport
 
+_SOFTWARE = version("fedcb2o")
 _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""
 _EXPIRY_WARNING_DAYS = 30
@@ -108,6 +109,7 @@ def check_members(
         transport.close()
 
     others = {id: member for id, member in federation.members.items() if id != agent_id}
+    # A probe of a silent host takes seconds.
     with ThreadPoolExecutor(16) as pool:
         probes = {id: pool.submit(probe_member, member, identity) for id, member in others.items()}
     own_notes = (*notes, *_describe_own_expiry(identity, is_running=is_running))
@@ -216,7 +218,7 @@ def hello_content(federation: Federation, identity: Identity, **more: object) ->
     `more` has further keys of a node or a check.
     """
     return {
-        "software": version("fedcb2o"),
+        "software": _SOFTWARE,
         "protocol": [federation.protocol, MINOR_VERSION],
         "version": federation.version,
         "run": federation.run.hex(),
@@ -263,11 +265,8 @@ def _serve_hello(
             Ledger(Path(folder), federation),
             hello_content=lambda: hello_content(federation, identity, checking=True),
         )
-        try:
-            transport.serve(server.on_request)
-            yield server
-        finally:
-            server.close()
+        transport.serve(server.on_request)
+        yield server
 
 
 def _ask_all(
@@ -383,6 +382,7 @@ def describe_version_gap(federation: Federation, content: Mapping[str, Any]) -> 
     The refusal is returned with its repair; an empty text within one minor version.
     """
     minor = _minor_version(content)
+    # Members update one after the other, and train meanwhile.
     if abs(minor - MINOR_VERSION) <= 1:
         return ""
     older = "its release" if minor < MINOR_VERSION else "this node's release"

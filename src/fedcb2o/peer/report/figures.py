@@ -122,6 +122,7 @@ def draw_contributions(records: PeerRecords) -> Figure | None:
         found = {model.id: model.contribution or 0.0 for model in record.received}
         for peer, values in sums.items():
             values.append(values[-1] + found.get(peer, 0.0))
+    # More curves than these have no colours that differ.
     largest = sorted(sums, key=lambda peer: -abs(sums[peer][-1]))[:_MAX_CURVES]
     curves = {
         records.info.name_of(peer): sums[peer][1:] for peer in sorted(largest) if any(sums[peer])

@@ -181,6 +181,7 @@ class LiveTable:
         for peer in [*peers][:max_rows]:
             table.add_row(*map(_plain_cell, _table_row(self._name(peer), peers[peer])))
 
+        # Rich cuts a table that is too long, and its last rows with it.
         num_more = len(peers) - max_rows
         if num_more > 0:
             return Group(head, table, Text(f"and {num_more} more"))

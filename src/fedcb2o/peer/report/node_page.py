@@ -302,6 +302,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
     columns = list(figures.OUTCOME_COLOURS)
+    # On a narrow page, columns of zeros only would hide the others.
     for rare in ("not averaged", "behind", "no model", "relay down", "no answer"):
         if not any(outcome == rare for _, outcome in counts):
             columns.remove(rare)

@@ -251,6 +251,7 @@ class PeerRecords:
     @cached_property
     def proofs(self) -> list[_ProofSummary]:
         """Proofs of equivocation, sorted by file name."""
+        # Another program may have filled the folder.
         paths = islice((self.folder / "proofs").glob("*.proof.toml"), _MAX_PROOFS)
         return [_read_proof(path) for path in sorted(paths)]
 
@@ -292,6 +293,7 @@ def _read_rounds(path: Path) -> Iterator[RoundRecord]:
     try:
         with open_regular(path) as file:
             for number in range(1, _MAX_INT):
+                # A file without line breaks could fill the memory.
                 line = file.readline(MAX_LINE_BYTES + 1)
                 if len(line) > MAX_LINE_BYTES:
                     reason = f"line {number} is longer than {MAX_LINE_BYTES} bytes"

@@ -156,16 +156,14 @@ class PeerClient:
         start = n * _MAX_AUDITS % max(1, len(ids))
         for peer in [*ids[start:], *ids[:start]][:_MAX_AUDITS]:
             ask = functools.partial(self.compare_digests, n, peer)
-            self._ask_in_background(peer, self._audited, "fedcb2o-audit", ask)
+            self.ask_in_background(peer, self._audited, ask)
 
     @property
     def is_auditing(self) -> bool:
         """True while answers to audits are awaited."""
         return bool(self._audited)
 
-    def _ask_in_background(
-        self, peer: int, awaited: set[int], name: str, ask: Callable[[], object]
-    ) -> None:
+    def ask_in_background(self, peer: int, awaited: set[int], ask: Callable[[], object]) -> None:
         """Ask a member in a thread of its own, unless its answer to such a question is awaited."""
         with self.lock:
             if peer in awaited:
@@ -182,7 +180,7 @@ class PeerClient:
                 with self.lock:
                     awaited.discard(peer)
 
-        threading.Thread(target=run, name=name, daemon=True).start()
+        threading.Thread(target=run, name="fedcb2o-background", daemon=True).start()
 
     def compare_digests(self, n: int, peer: int, seconds: float = _AUDIT_SECONDS) -> None:
         """Compare a member's digests of manifests with this agent's, and keep its manifest.
@@ -221,7 +219,7 @@ class PeerClient:
         """
         for peer in peers:
             ask = functools.partial(self.hello, peer, HELLO_SECONDS)
-            self._ask_in_background(peer, self._inquired, "fedcb2o-inquire", ask)
+            self.ask_in_background(peer, self._inquired, ask)
 
     def log_error(self, error: BaseException) -> None:
         """Log the first unexpected error only."""
@@ -345,6 +343,7 @@ class _PeerSession:
 
         client.ledger.record(signed)
         client.note_manifest(self.peer, manifest.round)
+        # A member may claim any digests, and each question for them costs a request.
         self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
         if self.peer in client.ledger.equivocators:
             return _EQUIVOCATION
@@ -386,6 +385,8 @@ class _Exchange:
 
     def __post_init__(self) -> None:
         self.is_synchronous = self.client.federation.synchronous
+        # A synchronous round has the models of the sampled peers, so that its bits are those of a
+        # simulation.
         others = [peer for peer in self.spares if peer not in self.rows]
         self.spares = [] if self.is_synchronous else others
         start = time.monotonic()
@@ -557,6 +558,7 @@ class _ModelDownload(_PeerSession):
         manifest = self.fetch_manifest(self.n)
         if isinstance(manifest, str):
             return manifest
+        # Its size is that of a valid manifest: no peer makes this agent allocate more.
         buffer = self.client.codec.buffer(manifest.size, self.row)
         if reason := self._fetch_chunks(manifest, buffer):
             return reason

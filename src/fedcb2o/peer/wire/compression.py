@@ -138,6 +138,7 @@ class Int8Codec(_Codec):
             if not scale.isfinite().all():
                 self._residual[part] = 0
 
+        # A small window bounds the memory of every receiver.
         parameters = zstandard.ZstdCompressionParameters.from_level(
             _ZSTD_LEVEL,
             source_size=self._size,

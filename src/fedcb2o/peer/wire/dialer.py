@@ -92,6 +92,7 @@ class Pool(Closeable):
         self._connections = WeakSet[HTTPSConnection]()
         connections = self._connections
 
+        # Only the class of its connections gives access to them after the handshake.
         class Connection(HTTPSConnection):
             def connect(self) -> None:
                 try:
@@ -148,9 +149,11 @@ class Pool(Closeable):
             headers={"Accept-Encoding": "identity", **(headers or {})},
             timeout=Timeout(connect=min(left, CONNECT_SECONDS), read=left),
             pool_timeout=left,  # type: ignore[arg-type]
+            # A signed request is valid once, so that urllib3 must not repeat it.
             retries=False,
             redirect=False,
             preload_content=False,
+            # A short compressed answer could fill the memory.
             decode_content=False,
         )
         content = b""
@@ -284,6 +287,7 @@ class Dialer:
         context = client_context(self._identity, self._member)
         self._expires = math.inf
         self._pool = Pool(self._member, context, MAX_REQUESTS, self._check)
+        # Signs of life have a connection that no download keeps busy.
         self._control = Pool(self._member, context, 1, self._check)
         seconds = CONNECT_SECONDS
         while not self._stopped.is_set() and time.time() < self._expires:

@@ -167,6 +167,7 @@ class Ledger:
         self._recent: deque[ManifestDigest] = deque(maxlen=2 * MAX_DIGESTS)
         self._proofs: dict[int, Proof] = {}
         self._unwritten: list[Proof] = []
+        # A member that equivocated stays banned after a restart.
         for path in sorted(self._folder.glob(f"*{_PROOF_SUFFIX}")):
             # Files of another run, or without a proof, are ignored.
             with suppress(DataError):
@@ -228,6 +229,7 @@ class Ledger:
                 signed_by_digest[digest] = signed
             if len(signed_by_digest) < 2:
                 return None
+            # Two are enough for a proof, however many there are.
             first, second, *_ = signed_by_digest.values()
             return self._prove(decode_manifest(first)[0], first, second)
 
@@ -364,6 +366,7 @@ class SigningJournal:
 
     def _append(self, line: bytes) -> None:
         """Write a whole line after the complete lines, or none of it."""
+        # Not by a new file and a rename: the journal grows with each round.
         file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         try:
             is_complete = os.pwrite(file, line, self._size) == len(line)

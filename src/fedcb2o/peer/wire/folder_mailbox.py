@@ -141,6 +141,7 @@ class FolderMailbox:
         return found
 
     def put(self, box: str, message: BytesLike, seconds: float, sender: str = "") -> None:
+        # Names in the order of time: a receiver reads the oldest messages first.
         name = f"{time.time_ns():020}-{secrets.token_hex(4)}-{sender}".rstrip("-")
         try:
             with self._open("boxes", *box.split("/")) as session:

@@ -17,6 +17,7 @@ from fedcb2o.peer.membership.identity import Member
 from fedcb2o.peer.wire.protocol import BytesLike
 
 MAX_HEADER_BYTES = 2**14
+# Absolute and encoded targets have several forms of one request, and only one is signed.
 _TARGET = re.compile(rb"/v[0-9]{1,3}/[A-Za-z0-9/?&=._-]{1,500}")
 _UNIQUE_HEADERS = (b"authorization", b"range", b"content-length", b"host")
 
@@ -80,6 +81,8 @@ class RequestParser:
                 elif isinstance(event, h11.Data):
                     self.request.body += event.data
                 elif isinstance(event, h11.EndOfMessage):
+                    # A proxy before this node could take such bytes for a request of another
+                    # member.
                     if self._connection.trailing_data[0]:
                         raise RefusedError(400, "one request at a time")
                     return True
@@ -102,6 +105,7 @@ class RequestParser:
         if any(names[name] > 1 for name in _UNIQUE_HEADERS):
             raise RefusedError(400, "a header is repeated")
         length = dict(head.headers).get(b"content-length", b"0")
+        # `int` refuses texts of thousands of digits by an error of its own.
         if len(length) > 10 or int(length) > self._max_body:
             raise RefusedError(413, "the body is too long")
 

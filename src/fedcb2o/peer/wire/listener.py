@@ -1,20 +1,17 @@
 """Listener for HTTPS requests: connections of strangers and members within bounds.
 
-One thread accepts connections, completes their handshakes and reads their requests with h11. A
-connection is pending until its first whole request. If too many are pending, the oldest one of the
-address with most of them is closed, so that silent connections displace each other and a member's
-request, which takes milliseconds, is read. Requests are `GET` or `PUT` in HTTP/1.1, one at a time,
-with a header of at most 16 KiB and a length.
+One thread accepts connections, completes their handshakes, reads their requests with h11 and sends
+the answers. A connection is pending until its first whole request. If too many are pending, the
+oldest one of the address with most of them is closed, so that silent connections displace each
+other and a member's request, which takes milliseconds, is read. Requests are `GET` or `PUT` in
+HTTP/1.1, one at a time, with a header of at most 16 KiB and a length.
 """
 
 import errno
-import heapq
-import itertools
 import logging
 import math
 import re
 import resource
-import select
 import selectors
 import socket
 import ssl
@@ -48,7 +45,7 @@ _MAX_PENDING = 256  # connections without a whole request of a member
 MAX_CONNECTIONS = 16  # connections of one member; the newest remain
 HANDSHAKE_SECONDS = 10.0  # time for TLS and the first request together
 IDLE_SECONDS = 60.0  # time for each further request, counted from the answer before it
-_SEND_SECONDS = 120.0  # time to send each MiB of an answer: with seven others before it, at 70 kB/s
+SEND_SECONDS = 120.0  # time to send each MiB of an answer: with seven others before it, at 70 kB/s
 _PIECE_BYTES = 2**20
 _RECORD_BYTES = 2**14
 _RECORDS_PER_TURN = 16
@@ -95,6 +92,7 @@ def open_listening_socket(address: str) -> socket.socket:
             f"cannot listen on {address!r}: it must be HOST:PORT of this machine, such as "
             "0.0.0.0:7447"
         ) from error
+    # One socket, as of most servers: --listen names another address of the machine.
     family, _, _, _, place = infos[0]
     try:
         return socket.create_server(place[:2], family=family, backlog=_BACKLOG)
@@ -105,20 +103,27 @@ def open_listening_socket(address: str) -> socket.socket:
 
 @dataclass(eq=False)
 class _Connection:
-    """An accepted connection, used by one thread at a time.
+    """An accepted connection, which the listener's thread alone uses.
 
-    `end` is the monotonic time at which it is closed. `member` is that of its first request. After
-    a refusal, at most `surplus` bytes may still arrive.
+    The selector waits for `event` until the monotonic time `end`; 0 for none, while a request waits
+    for its pace or its answer. `member` is that of the first request. `is_asking` is True from a
+    request to its answer, and `unsent` the rest of the answer. After a refusal, at most `surplus`
+    bytes may still arrive.
     """
 
     sock: socket.socket
     address: str
-    end: float
     parser: RequestParser
+    end: float = math.inf
+    event: int = 0
     is_open: bool = False
+    is_closed: bool = False
     certificate: tuple[Member, float] | None = None
     member: Member | None = None
+    is_asking: bool = False
+    may_ask_again: bool = False
     surplus: int | None = None
+    unsent: deque[memoryview] = field(default_factory=deque)
 
     def __post_init__(self) -> None:
         self.sock.setblocking(False)
@@ -145,39 +150,28 @@ class _Connection:
             raise ConnectionError("the remote closed the connection")
         return content
 
-    def send(
-        self, code: int, headers: Sequence[tuple[str, str]], body: BytesLike, seconds: float
-    ) -> bool:
-        """Send an answer; each MiB may take `seconds`. Return True if a request may follow."""
+    def start_answer(self, code: int, headers: Sequence[tuple[str, str]], body: BytesLike) -> None:
+        """Put an answer into pieces to send."""
         view = memoryview(body)
         head = self.parser.answer_head(code, headers, len(view))
         # A short answer is one record of TLS.
         first = view[: max(0, _RECORD_BYTES - len(head))]
-        self.write(b"".join((head, first)), seconds)
-        for start in range(len(first), len(view), _PIECE_BYTES):
-            self.write(view[start : start + _PIECE_BYTES], seconds)
-        return self.parser.end_answer(view)
+        self.unsent.append(memoryview(b"".join((head, first))))
+        starts = range(len(first), len(view), _PIECE_BYTES)
+        self.unsent.extend(view[start : start + _PIECE_BYTES] for start in starts)
+        self.may_ask_again = self.parser.end_answer(view)
+        self.is_asking = False
 
-    def write(self, data: BytesLike, seconds: float) -> None:
-        """Encrypt and send bytes."""
-        end = time.monotonic() + seconds
-        pending = memoryview(data)
-        can_write = select.poll()
-        can_write.register(self.sock, select.POLLOUT)
-        while pending:
-            try:
-                # The whole piece at once: OpenSSL makes its records without Python's lock.
-                pending = pending[self.sock.send(pending) :]
-            except (ssl.SSLWantWriteError, ssl.SSLWantReadError):
-                # OpenSSL wants the same piece again, so `pending` stays.
-                left = end - time.monotonic()
-                if left <= 0 or not can_write.poll(1000 * left):
-                    raise TimeoutError("the remote does not read") from None
-
-    def shut_down(self, how: int = socket.SHUT_RDWR) -> None:
-        """Send nothing more; OSError if the remote is gone."""
-        # SSLSocket's own method lets a thread that reads go on without TLS.
-        socket.socket.shutdown(self.sock, how)
+    def send_piece(self) -> bool:
+        """Encrypt and send one piece, as far as the remote reads; return True at its end."""
+        piece = self.unsent[0]
+        # OpenSSL makes the records of a whole piece without Python's lock. If it has to wait, it
+        # wants the same piece again.
+        with suppress(ssl.SSLWantWriteError, ssl.SSLWantReadError):
+            self.unsent[0] = piece = piece[self.sock.send(piece) :]
+        if not piece:
+            self.unsent.popleft()
+        return not piece
 
     def reset(self) -> None:
         """Close the connection without keeping its address in use."""
@@ -207,7 +201,8 @@ class Listener:
     `on_request` is called in the listener's thread with each whole request of a member, and a
     function that answers it once, from any thread, by the arguments of `_respond`. It must return
     at once. A request whose function is dropped gets the status 403. A body has at most `max_body`
-    bytes.
+    bytes. Answers are sent on `uploads` connections at once, and on `per_peer` of one member, as
+    far as the remotes read.
 
     A remote must show a member's certificate, if `has_clients`. `authenticate` returns the member
     that signed a request; without it, the certificate alone identifies the remote. `on_presence` is
@@ -222,6 +217,8 @@ class Listener:
     _: KW_ONLY
     max_body: int = 0
     max_connections: int = MAX_CONNECTIONS
+    uploads: int = 8
+    per_peer: int = 4
     authenticate: Callable[[HttpRequest], Member | None] | None = None
     has_clients: bool = True
     on_presence: Callable[[str, bool], None] = lambda name, is_connected: None
@@ -230,13 +227,11 @@ class Listener:
     def __post_init__(self) -> None:
         self._context = server_context(self.identity, self.members, has_clients=self.has_clients)
         self._selector = selectors.DefaultSelector()
-        # By descriptor, those that end first come first.
-        self._pending: dict[int, _Connection] = {}
-        self._idle: dict[int, _Connection] = {}
-        self._delayed: list[tuple[float, int, _Connection]] = []
-        self._order = itertools.count()
+        self._connections: dict[int, _Connection] = {}  # by descriptor, the oldest first
         self._by_root: dict[str, list[_Connection]] = {}
-        self._answered = deque[_Connection]()
+        # Answers of other threads: a connection, and the further arguments of `_respond`.
+        self._answers = deque[tuple[_Connection, Any, Any, Any]]()
+        self._next_look = 0.0  # monotonic time
         self._closed = threading.Event()
         self._lock = threading.Lock()
         self._logged = set[str]()
@@ -276,48 +271,49 @@ class Listener:
                 # The listener must go on.
                 self._log_once("a connection could not be served", logging.ERROR, exc_info=True)
                 time.sleep(_DESCRIPTORS_SECONDS)
-        waiting = (*self._pending.values(), *self._idle.values(), *self._answered)
-        for connection in (*waiting, *(one for _, _, one in self._delayed)):
+        for connection in [*self._connections.values()]:
             self._drop(connection)
-        with self._lock:
-            busy = [one for several in self._by_root.values() for one in several]
-        for connection in busy:
-            with suppress(OSError):
-                connection.shut_down()
         self._selector.close()
         self.listening.close()
         self._wake_out.close()
         self._wake_in.close()
 
     def _log_once(self, text: str, level: int = logging.WARNING, **options: Any) -> None:
+        # Texts have names and addresses, of which strangers have many.
         if text not in self._logged and len(self._logged) < _MAX_PENDING:
             self._logged.add(text)
             _LOGGER.log(level, "%s", text, **options)
 
     def _turn(self) -> None:
-        """Handle what arrived, connections whose answers were sent, and waiting requests."""
-        pause = _POLL_SECONDS
-        if self._delayed:
-            pause = min(pause, max(0.0, self._delayed[0][0] - time.monotonic()))
-        for key, _ in self._selector.select(pause):
+        """Handle what arrived, answers of other threads, and waiting requests."""
+        readers = list[_Connection]()
+        # Of the connections that wait for no event, some have a request that is handed over then.
+        delayed = [one for one in self._connections.values() if not one.event]
+        pause = min([_POLL_SECONDS, *(one.end - time.monotonic() for one in delayed)])
+        for key, _ in self._selector.select(max(0.0, pause)):
             if key.fileobj is self.listening:
                 self._accept()
             elif key.fileobj is self._wake_out:
                 with suppress(BlockingIOError):
                     self._wake_out.recv(2**12)
-            else:
-                # An earlier event of this turn may have closed this connection.
-                connection = self._pending.get(key.fd) or self._idle.get(key.fd)
-                if connection is not None:
-                    self._advance(connection)
-        while self._answered:
-            self._resume(self._answered.popleft())
-        while self._delayed and self._delayed[0][0] <= time.monotonic():
-            self._hand_over(heapq.heappop(self._delayed)[2])
+            # An earlier event of this turn may have closed this connection.
+            elif key.data.event == selectors.EVENT_WRITE:
+                readers.append(key.data)
+            elif key.data.event == selectors.EVENT_READ:
+                self._advance(key.data)
+        self._continue_answers(readers)
+        while self._answers:
+            self._start_answer(*self._answers.popleft())
         now = time.monotonic()
-        for table in (self._pending, self._idle):
-            while table and now >= next(iter(table.values())).end:
-                self._drop(next(iter(table.values())))
+        for connection in delayed:
+            if now >= connection.end and not connection.is_closed:
+                self._hand_over(connection)
+        # Not in each turn, of which a flood causes thousands a second.
+        if now >= self._next_look:
+            self._next_look = now + _POLL_SECONDS
+            for connection in [one for one in self._connections.values() if now >= one.end]:
+                if connection.event:
+                    self._drop(connection)
 
     def _accept(self) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -327,25 +323,31 @@ class Listener:
                 if error.errno in (errno.EMFILE, errno.ENFILE):
                     self._log_once(_NO_DESCRIPTOR)
                     # Others wait in the kernel's backlog.
-                    if self._pending:
-                        self._drop(self._oldest_of_most())
+                    if pending := self._pending():
+                        self._drop(_oldest_of_most(pending))
                     time.sleep(_DESCRIPTORS_SECONDS)
                 return  # otherwise: none waits, or it has ended already
-            while len(self._pending) >= _MAX_PENDING:
-                self._drop(self._oldest_of_most())
-            end = time.monotonic() + HANDSHAKE_SECONDS
-            parser = RequestParser(self.max_body)
-            self._wait(_Connection(raw, str(address[0]), end, parser), self._pending)
+            # A silent stranger has waited longest; a member needs milliseconds.
+            if len(pending := self._pending()) >= _MAX_PENDING:
+                self._drop(_oldest_of_most(pending))
+            connection = _Connection(raw, str(address[0]), RequestParser(self.max_body))
+            self._connections[connection.descriptor] = connection
+            self._wait(connection, selectors.EVENT_READ, HANDSHAKE_SECONDS)
 
-    def _wait(self, connection: _Connection, table: dict[int, _Connection]) -> None:
-        table[connection.descriptor] = connection
-        self._selector.register(connection.descriptor, selectors.EVENT_READ)
+    def _pending(self) -> list[_Connection]:
+        """Return the connections without a whole request of a member, the oldest first."""
+        return [one for one in self._connections.values() if one.member is None]
 
-    def _oldest_of_most(self) -> _Connection:
-        """Return the oldest pending connection of the address with most of them."""
-        counts = Counter(one.address for one in self._pending.values())
-        busiest = max(counts, key=lambda address: counts[address])
-        return next(one for one in self._pending.values() if one.address == busiest)
+    def _wait(self, connection: _Connection, event: int, seconds: float = math.inf) -> None:
+        """Wait for an event of a connection, or for none."""
+        connection.end = time.monotonic() + seconds
+        former, connection.event = connection.event, event
+        if event and not former:
+            self._selector.register(connection.descriptor, event, connection)
+        elif former and not event:
+            self._selector.unregister(connection.descriptor)
+        elif event != former:
+            self._selector.modify(connection.descriptor, event, connection)
 
     def _advance(self, connection: _Connection) -> None:
         """Continue a handshake or a request with the bytes that have arrived."""
@@ -363,10 +365,11 @@ class Listener:
                     connection.certificate = member, expires.timestamp()
             self._read_request(connection)
         except RefusedError as error:
-            # Without waiting for the remote, and as far as it reads the error at once.
+            # As far as the remote reads the error at once.
             with suppress(OSError, h11.LocalProtocolError):
                 content = problem(error.code, str(error))
-                connection.send(error.code, [("connection", "close")], content, 0.0)
+                connection.start_answer(error.code, [("connection", "close")], content)
+                connection.send_piece()
             self._end(connection)
         except ssl.SSLError:
             # Unless the remote is gone, it was sent an alert.
@@ -385,12 +388,9 @@ class Listener:
                 self._log_once(f"{name} runs {FORMER_RELEASE}")
                 raise RefusedError(400, FORMER_RELEASE)
             if connection.parser.receive(content, partial(self._identify, connection)):
-                self._forget(connection)
+                connection.is_asking = True
                 self._dispatch(connection)
                 return
-        # The rest is in OpenSSL's memory, of which the selector does not know.
-        self._forget(connection)
-        self._answered.append(connection)
 
     def _identify(self, connection: _Connection, request: HttpRequest) -> Member:
         """Find the member of a request by its head, before its body is read."""
@@ -401,8 +401,10 @@ class Listener:
         if self.authenticate is not None:
             signer = self.authenticate(request)
         members = [connection.member, connection.certificate and connection.certificate[0]]
+        # One connection is of one member, by certificate and by all signatures on it.
         if signer is None or any(one and one.root != signer.root for one in members):
             raise RefusedError(401, "no signature of this member")
+        # TLS looks at the certificate at the start of a connection only.
         if time.time() >= expires:
             raise ConnectionError("the certificate has expired")
         return signer
@@ -413,11 +415,11 @@ class Listener:
         assert member is not None
         if connection.member is None:
             self._admit(connection, member)
+        # A delay costs the listener nothing, while a refusal would be asked again at once.
         if delay := self.paces.setdefault(member.root, Pace()).delay():
-            due = time.monotonic() + delay
-            heapq.heappush(self._delayed, (due, next(self._order), connection))
-            return
-        self._hand_over(connection)
+            self._wait(connection, 0, delay)
+        else:
+            self._hand_over(connection)
 
     def _admit(self, connection: _Connection, member: Member) -> None:
         """Count a connection as that of a member; its newest ones replace older ones."""
@@ -430,17 +432,19 @@ class Listener:
         if is_first:
             self.on_presence(member.name, True)
         for old in surplus:
-            # Another thread may be sending an answer on it.
-            with suppress(OSError):
-                old.shut_down()
+            self._drop(old)
 
     def _hand_over(self, connection: _Connection) -> None:
+        """Ask for the answer to a request, and wait for it unless it came at once."""
         respond = Responder(partial(self._respond, connection), 403, _REFUSED)
         try:
             self.on_request(connection.parser.request, respond)
         except Exception:
             _LOGGER.exception("a request could not be handled")
             respond(500, "the request could not be handled")
+        del respond
+        if connection.is_asking:
+            self._wait(connection, 0)
 
     def _respond(
         self,
@@ -448,20 +452,54 @@ class Listener:
         code: int,
         content: BytesLike | str,
         headers: Sequence[tuple[str, str]] = (),
-        seconds: float = _SEND_SECONDS,
     ) -> None:
-        """Answer a request, in any thread; a text describes an error, which does not wait."""
-        if isinstance(content, str):
-            content, seconds = problem(code, content), 0.0
-        is_usable = False
-        # Otherwise the remote is gone, reads too slowly, or wants no further request.
-        with suppress(OSError, ValueError, h11.LocalProtocolError):
-            is_usable = connection.send(code, headers, content, seconds)
-        if self._closed.is_set() or not is_usable:
-            self._release(connection)
+        """Answer a request, in any thread; a text describes an error."""
+        if threading.get_ident() == self._thread.ident:
+            self._start_answer(connection, code, content, headers)
         else:
-            self._answered.append(connection)
+            self._answers.append((connection, code, content, headers))
             self._wake()
+
+    def _start_answer(
+        self,
+        connection: _Connection,
+        code: int,
+        content: BytesLike | str,
+        headers: Sequence[tuple[str, str]],
+    ) -> None:
+        if connection.is_closed:
+            return
+        try:
+            body = problem(code, content) if isinstance(content, str) else content
+            connection.start_answer(code, headers, body)
+        except (ValueError, h11.LocalProtocolError):  # the remote sent too much
+            self._drop(connection)
+        else:
+            self._continue_answer(connection)
+
+    def _continue_answers(self, readers: Iterable[_Connection]) -> None:
+        """Send pieces to remotes that read, at first where the time is nearly over."""
+        counts = Counter[str]()
+        for connection in sorted(readers, key=lambda one: one.end):
+            root = connection.member.root if connection.member else ""
+            may_send = counts.total() < self.uploads and counts[root] < self.per_peer
+            if may_send and not connection.is_closed:
+                counts[root] += 1
+                self._continue_answer(connection)
+
+    def _continue_answer(self, connection: _Connection) -> None:
+        try:
+            is_sent = connection.send_piece()
+        except OSError:  # the remote is gone
+            self._drop(connection)
+            return
+        if connection.unsent:
+            if is_sent or connection.event != selectors.EVENT_WRITE:
+                self._wait(connection, selectors.EVENT_WRITE, SEND_SECONDS)
+        elif connection.may_ask_again:
+            self._wait(connection, selectors.EVENT_READ, IDLE_SECONDS)
+        else:
+            self._drop(connection)
 
     def _end(self, connection: _Connection) -> None:
         """Send nothing more, and close a connection after the remote has closed it.
@@ -469,15 +507,14 @@ class Listener:
         A socket that is closed with unread bytes is reset, so that a remote which is still sending
         its request may never see why it is refused.
         """
-        self._forget(connection)
         try:
-            connection.shut_down(socket.SHUT_WR)
+            # Below TLS, which would wait for the remote.
+            socket.socket.shutdown(connection.sock, socket.SHUT_WR)
         except OSError:  # the remote is gone
-            self._release(connection)
+            self._drop(connection)
             return
         connection.surplus = self.max_body + MAX_HEADER_BYTES
-        connection.end = time.monotonic() + HANDSHAKE_SECONDS
-        self._wait(connection, self._pending)
+        self._wait(connection, selectors.EVENT_READ, HANDSHAKE_SECONDS)
 
     def _discard(self, connection: _Connection, surplus: int) -> None:
         """Read the rest of what a refused remote sends, without decrypting it."""
@@ -488,31 +525,13 @@ class Listener:
         if not size or connection.surplus < 0:
             self._drop(connection)
 
-    def _resume(self, connection: _Connection) -> None:
-        """Wait for the next request of a connection, or for the rest of one."""
-        if connection.sock.fileno() < 0:
-            return
-        table = self._pending
-        if connection.member is not None:
-            connection.end = time.monotonic() + IDLE_SECONDS
-            table = self._idle
-        self._wait(connection, table)
-        self._advance(connection)
-
     def _drop(self, connection: _Connection) -> None:
-        self._forget(connection)
-        self._release(connection)
-
-    def _forget(self, connection: _Connection) -> None:
-        """Wait for nothing on a connection."""
-        # Its socket may be closed already, and then has no descriptor any more.
-        for table in (self._pending, self._idle):
-            if table.get(connection.descriptor) is connection:
-                del table[connection.descriptor]
-                self._selector.unregister(connection.descriptor)
-
-    def _release(self, connection: _Connection) -> None:
-        """Close a connection that nothing waits for."""
+        """Close a connection, which may be closed already."""
+        if connection.is_closed:
+            return
+        connection.is_closed = True
+        del self._connections[connection.descriptor]
+        self._wait(connection, 0)
         if connection.member is None:
             connection.reset()
             return
@@ -523,3 +542,10 @@ class Listener:
         connection.sock.close()
         if is_last:
             self.on_presence(connection.member.name, False)
+
+
+def _oldest_of_most(connections: Sequence[_Connection]) -> _Connection:
+    """Return the oldest connection of the address with most of them."""
+    counts = Counter(one.address for one in connections)
+    busiest = max(counts, key=lambda address: counts[address])
+    return next(one for one in connections if one.address == busiest)

@@ -170,6 +170,7 @@ class RelayMailbox:
 
     def _signed(self, method: str, resource: str) -> tuple[str, dict[str, str]]:
         """Return the target of a signed request, and its signature."""
+        # The relay's key is signed too, so that no other relay can use the request.
         sign = "&" if "?" in resource else "?"
         ends = f"key={self._identity.member.key.hex()}&to={self.relay.key.hex()}"
         target = f"/v1/{resource}{sign}{ends}&nonce={secrets.token_hex(16)}"

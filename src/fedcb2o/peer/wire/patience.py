@@ -51,6 +51,7 @@ class Backoff:
         self._misses.pop(peer, None)
         count = min(_MAX_STALLS, self.stall_counts.get(peer, 0) + 1)
         self.stall_counts[peer] = count
+        # A peer that stalls again and again delays ever fewer rounds, and may still come back.
         self.suspended_until[peer] = n + 2**count
 
     def record_arrival(self, peer: int) -> None:
@@ -190,6 +191,7 @@ class Wait:
         """
         uncharged_end = self.uncharged_end(asked)
         end = min(uncharged_end + self.patience.credit, self.deadline)
+        # Credit that buys no model is lost for a peer that is nearly there.
         expected = (self.patience.expected.get(peer, 0.0) for peer in pending)
         if any(min(self.start + seconds, self.deadline) <= end for seconds in expected):
             return end

@@ -144,6 +144,7 @@ def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> s
         )
     if "not yet valid" in error.verify_message:
         return "its certificate is not valid yet: the clock of one of the two machines is wrong"
+    # The name of a proxy's authority tells an operator whom to ask.
     issuer = _issuer_of(member)
     if issuer and issuer != member.name:
         return (
@@ -163,11 +164,13 @@ def _issuer_of(member: Member) -> str:
     """Return who issued the certificate at an endpoint, as printable text; empty if unknown."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
+    # Nothing is sent: only the certificate is read.
     context.verify_mode = ssl.CERT_NONE
     seen = list[bytes]()
 
     def note_certificate(connection: ssl.SSLSocket) -> None:
         seen.append(connection.getpeercert(True) or b"")
+        # Before a request goes to a program that is not the member.
         raise ConnectionAbortedError
 
     end = time.monotonic() + _TIMEOUT_SECONDS

@@ -48,6 +48,7 @@ MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
 REQUEST_CONTEXT = b"fedcb2o request v2\0"
 HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
+# Little-endian and without padding: the same bytes on every machine.
 _MANIFEST = struct.Struct("<7sBBB 32s II QQ 32s Q 32s I")
 _MANIFEST_FIELDS = (
     "encoding", "run", "agent", "round", "dim", "num_samples", "base", "size", "sha256",
@@ -228,6 +229,7 @@ def validate_manifest(
     is the round of the last manifest accepted from the asked agent. `base` is the expected digest
     of the model that the encoding refers to.
     """
+    # The list of chunks is bounded before it is decoded.
     longest = min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
     reason, manifest = verify_member_manifest(data, federation, max_bytes=longest)
     if manifest is None:
@@ -443,6 +445,7 @@ def decode_hello(body: BytesLike, nonce: bytes, member: Member) -> dict[str, Any
         raise MalformedError("length")
     text = bytes(body[:-SIGNATURE_BYTES])
     signature = bytes(body[-SIGNATURE_BYTES:])
+    # First, so that only bytes of the member reach the parser of JSON.
     if not member.verify(HELLO_CONTEXT + nonce + text, signature):
         raise MalformedError("signature")
     try:

@@ -100,6 +100,7 @@ class Relay(Closeable):
         place.mkdir(parents=True, exist_ok=True, mode=0o700)
         members = [*federation.members.values()]
         names = [member.name for member in members]
+        # On disk, because 8 MiB of each sender in each box would not fit into memory.
         self._mailbox = FolderMailbox(
             place, names, poll_seconds=_STORE_POLL_SECONDS, max_messages=MAX_TAKEN_MESSAGES
         )
@@ -254,6 +255,7 @@ class Relay(Closeable):
     def _take(self, name: str, box: str, seconds: float) -> list[bytes]:
         """Take the messages of a box; few requests of a member wait for the first one."""
         with self._lock:
+            # Each waiting request holds a thread.
             may_wait = self._waiting[name] < _MAX_WAITING
             self._waiting[name] += may_wait
         try:
@@ -290,6 +292,7 @@ class Relay(Closeable):
             sizes = self._sizes.setdefault(box, {})
             if sender not in sizes:
                 sizes[sender] = self._mailbox.stored_bytes(box, sender)
+            # Many short messages cost files and time, too.
             size = max(len(message), MIN_COUNTED_BYTES)
             if sizes[sender] + size <= _MAX_STORED_BYTES:
                 self._mailbox.put(box, message, 0.0, sender)

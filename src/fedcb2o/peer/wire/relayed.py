@@ -10,7 +10,9 @@ import itertools
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -22,6 +24,7 @@ from fedcb2o.peer.membership.federation import Federation, file_content, removal
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.dialer import LEASE_SECONDS
 from fedcb2o.peer.wire.folder_mailbox import FolderMailbox
+from fedcb2o.peer.wire.listener import SEND_SECONDS
 from fedcb2o.peer.wire.mailbox import FormerMemberError, RelayMailbox
 from fedcb2o.peer.wire.pace import Pace
 from fedcb2o.peer.wire.probe import describe_failure, is_refusal
@@ -38,7 +41,6 @@ from fedcb2o.peer.wire.sealing import Card, Sealed, SealedKind, Session
 from fedcb2o.peer.wire.transport import (
     ASK_SECONDS,
     CLOSE_SECONDS,
-    SEND_SECONDS,
     Https,
     RequestHandler,
 )
@@ -57,6 +59,8 @@ _MAX_GROWTH = 8  # factor by which such a file may be longer than this member's 
 _MESSAGE_COST = 2**14  # bytes that can be decrypted in the time that a message takes otherwise
 _WARNINGS = 4  # lines of the log at once about a relay, then one in a minute
 _WARNINGS_PER_SECOND = 1 / 60
+_MAX_UNSENT = 32  # answers to one member that wait; further ones are lost
+_LAST_SECONDS = 1.0  # time for the last answers
 _REFUSALS, _REFUSALS_PER_SECOND = 64, 4.0  # empty answers to all members: at once, and later
 
 
@@ -104,6 +108,11 @@ class Relayed(Closeable):
         self._closed = threading.Event()
         self._warnings = Pace(_WARNINGS, _WARNINGS_PER_SECOND)
         self._refusals = Pace(_REFUSALS, _REFUSALS_PER_SECOND)
+        # By agent: a full box makes the answers to its own member wait.
+        per_peer = federation.limits.per_peer
+        self._senders = {id: ThreadPoolExecutor(per_peer, "fedcb2o-reply") for id in self._names}
+        self._unsent = Counter(dict.fromkeys(self._names, 0))
+        self._lock = threading.Lock()
         self._reading = threading.Lock()
         self._next_reading = 0.0  # monotonic time
         self._refused_file = b""  # its hash
@@ -148,6 +157,10 @@ class Relayed(Closeable):
     def close(self) -> None:
         if self._closed.is_set():
             return
+        # A check ends as soon as it has answered all members.
+        end = time.monotonic() + _LAST_SECONDS
+        while self._unsent.total() and time.monotonic() < end:
+            time.sleep(_LAST_SECONDS / 100)
         self._closed.set()
         end = time.monotonic() + CLOSE_SECONDS
         if self._handler is not None:
@@ -156,6 +169,8 @@ class Relayed(Closeable):
                 self.mailbox.publish_card(self._card_name, b"")
         self.mailbox.close()
         self._end_requests()
+        for sender in self._senders.values():
+            sender.shutdown(wait=False, cancel_futures=True)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         if isinstance(self.mailbox, FolderMailbox):
@@ -306,14 +321,26 @@ class Relayed(Closeable):
         return not self._handler(sealed.content, Responder(partial(self._reply, sealed), None))
 
     def _reply(self, request: Sealed, answer: Answer | None) -> None:
+        """Send an answer in a thread of its receiver, whose box may be full for a while."""
         # An empty answer costs more than a flooder's request, and saves honest members a wait.
         if self._closed.is_set() or (answer is None and not self._refusals.take()):
             return
+        agent = request.card.agent
+        with self._lock:
+            is_accepted = self._unsent[agent] < _MAX_UNSENT
+            self._unsent[agent] += is_accepted
+        with suppress(RuntimeError):  # closed meanwhile
+            if is_accepted:
+                self._senders[agent].submit(self._send, request, answer)
+
+    def _send(self, request: Sealed, answer: Answer | None) -> None:
         seconds = SEND_SECONDS if answer else ASK_SECONDS
         content = b"" if answer is None else answer.encode()
         # Otherwise the relay or the sender is gone.
         with suppress(OSError, MalformedError):
             self._put(request.card, SealedKind.ANSWER, request.id, content, seconds)
+        with self._lock:
+            self._unsent[request.card.agent] -= 1
 
     def _on_answer(self, sealed: Sealed) -> bool:
         card, _ = self._waiting.get(sealed.id, (None, None))

@@ -187,6 +187,7 @@ class Session:
     def seal(self, card: Card, kind: SealedKind, id: int, content: BytesLike) -> bytes:
         """Encrypt a message for a session; MalformedError if its key is no valid point."""
         channel = self._keep(card, self._channel(card))
+        # It is the nonce, and never repeats, also not in another channel of this key.
         count = next(self._counts)
         head = _SEALED.pack(_MAGIC, _VERSION, 5, kind, self._agent_id, card.agent, id, count)
         head += self._own_card

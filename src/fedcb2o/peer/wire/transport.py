@@ -32,7 +32,6 @@ Reply: TypeAlias = Callable[[Answer | None], None]
 RequestHandler: TypeAlias = Callable[[bytes, Reply], str | None]
 
 ASK_SECONDS = 1.0  # time to send a short message
-SEND_SECONDS = 120.0  # time to send an answer: 1 MiB with seven others before it, at 70 kB/s
 CLOSE_SECONDS = CONNECT_SECONDS + 1  # time to close a transport
 _DETAILS = {
     AnswerStatus.NOT_HERE: "it is not here any more, or never was",
@@ -60,7 +59,7 @@ class Transport(Protocol):
 
         The handler is called in any thread with each request and its `reply`. It must return at
         once, with the reason if it turned the request away. `reply` may be called later, once, from
-        any thread. None means no answer. It may block on a slow reader.
+        any thread, and does not wait for the reader. None means no answer.
         """
         ...
 
@@ -97,7 +96,14 @@ class Https(Closeable):
         if listen:
             address = identity.member.endpoint if listen is True else listen
             listening = open_listening_socket(address)
-            self._listener = Listener(listening, identity, [*members.values()], self._on_request)
+            self._listener = Listener(
+                listening,
+                identity,
+                [*members.values()],
+                self._on_request,
+                uploads=federation.limits.uploads,
+                per_peer=federation.limits.per_peer,
+            )
         for dialer in self._dialers.values():
             dialer.start()
 
@@ -139,7 +145,7 @@ class Https(Closeable):
         if request.member is not None and request.member.name in self._dialers_by_name:
             self._dialers_by_name[request.member.name].note_request()
         if (request.method, request.target) == ("GET", STATE_TARGET):
-            respond(200, self._state, [("content-type", "application/json")], 0.0)
+            respond(200, self._state, [("content-type", "application/json")])
         elif self._handler is not None:
             self._handler(encode_http(request), partial(_answer, respond))
 
