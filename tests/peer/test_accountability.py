@@ -94,7 +94,7 @@ class Members(RuleBasedStateMachine):
     def answer(self, receiver: int, data: bytes) -> Answer:
         request, *_ = decode_request(data)
         if receiver in HONEST:
-            answer = self.servers[receiver]._answer_content(request.sender, request)
+            answer = self.servers[receiver]._answer(request.sender, request)
         else:
             answer = Answer(AnswerStatus.OK, self._invalid_body(receiver, request))
         if request.kind is RequestKind.MANIFEST and answer.status is AnswerStatus.OK:

@@ -107,7 +107,7 @@ class SelfAssessment:
     def _train_alone(self, n: int) -> None:
         """Train the model alone up to round `n`, and keep it."""
         spec = self.group.spec
-        # A member that trains alone would show its model to nobody, and need no noise.
+        # A member that trains alone shows its model to no other, and needs no noise.
         training = spec.training.model_copy(update={"privacy": None})
         agent = int(self.group.agents[0])
         while self.trained <= n:

@@ -144,7 +144,7 @@ def _certificate_error(member: Member, error: ssl.SSLCertVerificationError) -> s
         )
     if "not yet valid" in error.verify_message:
         return "its certificate is not valid yet: the clock of one of the two machines is wrong"
-    # The name of a proxy's authority tells an operator whom to ask.
+    # The name of a proxy's authority says which operator can exempt this host.
     issuer = _issuer_of(member)
     if issuer and issuer != member.name:
         return (
