@@ -126,7 +126,6 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
         )
     assert server.counts.answered == 6
     counts = server.counts
-    assert counts.requests == 10
     assert counts.refused == {}
     assert counts.sent == {1: offer_bytes + len(content) + 2 * len(other)}
 
@@ -328,7 +327,6 @@ def test_invalid_requests_get_no_answer(scene, orgs, federation):
     assert server.counts.refused["replay"] == 1
     newer = scene.ask(server, good.replace(b"/v1/", b"/v2/"))
     assert newer.status is AnswerStatus.ANOTHER_VERSION
-    assert server.counts.requests == len(cases) + 3
 
 
 def test_an_incompatible_member_gets_hello_only(scene, orgs):

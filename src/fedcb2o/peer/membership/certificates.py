@@ -146,6 +146,7 @@ def new_leaf(
     builder = builder.add_extension(
         x509.SubjectAlternativeName(_alternative_names(name, endpoint)), critical=False
     )
+    # Strict verifiers, such as the default of Python 3.13, want it.
     issuer = x509.AuthorityKeyIdentifier.from_issuer_public_key(root_key.public_key())
     return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
 

@@ -192,6 +192,8 @@ class Federation(Section):
             "previous": self._digests[-2].hex() if self.version > 1 else None,
             "members": members,
         }
+        # Hashes, because a HELLO also reaches members of another federation, who must not read this
+        # one.
         flat = _flatten(records.canonical_settings(content))
         return {key: _short_hash(value) for key, value in flat}
 
@@ -233,6 +235,7 @@ class Federation(Section):
         former = dict.fromkeys(
             (id, member) for members in self._members[:-1] for id, member in members.items()
         )
+        # A member with another endpoint or root keeps its key, and is no former one.
         keys = {member.key for member in self.members.values()}
         return [(id, member) for id, member in former if member.key not in keys]
 

@@ -418,6 +418,7 @@ class Identity:
             ConfigError: The identity is incomplete, or others may read its secrets.
         """
         folder = Path(folder)
+        # Like ssh: a key that others can read is no secret.
         for path in (folder / name for name in _SECRET_FILES):
             if path.exists() and path.stat().st_mode & 0o077:
                 raise ConfigError(
@@ -441,6 +442,7 @@ class Identity:
             raise ConfigError(
                 f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them"
             )
+        # Otherwise the others refuse all links, and this side does not know why.
         if _to_pem(_read_certificate(folder / "root.pem")) != member.root:
             raise ConfigError(
                 f"{folder / 'root.pem'} is not the root in {files[0].name}: restore one of them"

@@ -105,6 +105,7 @@ def version_digests(
         content = {
             **fixed_content,
             "version": number,
+            # Each hash covers all versions before.
             "previous": previous,
             "members": [entry.model_dump() for entry in entries],
         }
@@ -206,6 +207,7 @@ def describe_changes(previous: MembersById, current: MembersById) -> list[str]:
 
 def required_signatures(previous: MembersById) -> int:
     """Return the number of signatures for the next version, more than half of these members."""
+    # Two majorities have a member in common, who then signed two versions of one number.
     return len(previous) // 2 + 1
 
 

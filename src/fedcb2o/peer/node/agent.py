@@ -98,6 +98,7 @@ def agent_from_dataset(
     seed = federation.seed
     dataset = _check_dataset(federation, dataset)
     owners = dataset.names.owners
+    # Owners of samples are agents by themselves, and a node is one agent.
     if len(owners) > 1:
         raise DataError(
             f"the data have {len(owners)} owners, {_format_names(owners)}: an organisation brings "
@@ -106,6 +107,7 @@ def agent_from_dataset(
 
     is_validation = _validation_samples(experiment, dataset, agent_id, seed)
     validation = np.flatnonzero(is_validation)
+    # By default validation samples are trained on, too: small organisations can spare none.
     train = np.arange(len(is_validation))
     if experiment.agents.hold_out:
         train = np.flatnonzero(~is_validation)
@@ -177,6 +179,7 @@ def simulated_agent(
             f"the simulation `{name}` has {experiment.agents.num_agents} agents, and the "
             f"federation {federation.num_agents} members"
         )
+    # Its models would fail the checks of all others.
     if differing := differing_keys(federation, experiment, dataset):
         raise ConfigError(
             f"the simulation `{name}` differs from the federation in {', '.join(differing)}"
@@ -347,6 +350,7 @@ _VALUE_NAMES = {
 
 def _check_values(agreed: SampleValues | None, part: str, shard: Shard) -> None:
     """Raise DataError where samples are of another type or scale than the federation's."""
+    # A former release wrote no scale, and a missing test part has none.
     if agreed is None or not len(shard):
         return
     values = sample_values(shard.x)

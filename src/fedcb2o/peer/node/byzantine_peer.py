@@ -7,7 +7,6 @@ fedcb2o.peer.node.byzantine_peer FEDERATION.toml IDENTITY` runs until its standa
 
 import secrets
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -58,12 +57,12 @@ class ByzantinePeer:
         self._contents: dict[bytes, bytes] = {}  # by the digest of the manifest
 
     def on_request(self, data: bytes, reply: Reply) -> None:
-        """Answer a request in a separate thread."""
+        """Answer a request that can be read."""
         try:
             request, _, _ = decode_request(data)
         except MalformedError:
             return
-        threading.Thread(target=lambda: reply(self.answer(request)), daemon=True).start()
+        reply(self.answer(request))
 
     def answer(self, request: Request) -> Answer:
         """Return an invalid answer, with the fault of the round."""

@@ -43,6 +43,7 @@ class CatchUp:
 
     def add_round(self, record: Mapping[str, Any]) -> None:
         """Count a finished round by its record in rounds.jsonl."""
+        # Rounds were skipped before a restart.
         if record["round"] > self._last_round + 1:
             self.start()
         self._last_round = record["round"]

@@ -166,6 +166,7 @@ class PeerEngine:
         peers = [i for i in ids if i != self.agent_id]
         first_row = self.group.layout.first_received
         rows = {peer: first_row + k for k, peer in enumerate(peers)}
+        # Models arrive where they are averaged, without a copy.
         targets = {peer: self.group.models[row] for peer, row in rows.items()}
 
         start = time.monotonic()

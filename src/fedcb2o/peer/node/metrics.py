@@ -88,6 +88,7 @@ class NodeMetrics(Closeable):
             if line.get(key) is not None:
                 gauge.set(line[key])
         for key, value in line.get("metrics", {}).items():
+            # A gauge keeps its last value, which would look like the present one.
             self._chosen.labels(key).set(math.nan if value is None else value)
         self._peers.set(len(line["alive"]))
         self._seconds.set(line["seconds"]["round"])

@@ -192,6 +192,7 @@ class Node:
         with contextlib.ExitStack() as stack:
             # 1. Lock and check the run directory.
             stack.enter_context(records.exclusive_lock(self.out, _ALREADY_RUNNING))
+            # Bits depend on the number of threads, and simulations have one.
             stack.enter_context(one_thread())
             # At the end, because `stop` may come before the start.
             stack.callback(self._stop.clear)
@@ -226,6 +227,7 @@ class Node:
                 self._stop,
                 self._on_removal,
             )
+            # One set, which the monitor changes.
             server.incompatible = client.incompatible
             # After a restart too, a peer's older models are refused.
             client.last_rounds.update(self._last_received_rounds())
@@ -270,6 +272,7 @@ class Node:
                     yield from self._run_rounds(
                         engine, played, state, log, codec, traffic, recovery
                     )
+                # Before the wait for others, in which the node may be stopped.
                 self._save_model(group)
                 # Otherwise it has no model of a round to offer.
                 if has_rounds_left:
@@ -340,6 +343,7 @@ class Node:
         start = time.monotonic()
         engine.free_until = start + federation.round_seconds
         while self.rounds_done < federation.rounds:
+            # It counts up by one: after skipped rounds another loop begins.
             rounds = run_rounds(
                 played,
                 state,

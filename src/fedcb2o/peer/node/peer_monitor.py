@@ -69,6 +69,7 @@ class PeerMonitor:
         self._compare_new_links()
         incompatible = self.client.incompatible
         if self.federation.synchronous:
+            # With absent ones, which the round waits for.
             return sorted(self.other_members - incompatible)
         return sorted(self.reachable() - incompatible - self.client.backoff.suspended(n))
 
@@ -120,6 +121,7 @@ class PeerMonitor:
             waited = time.monotonic() - start
             if waited >= seconds:
                 break
+            # The others train on meanwhile, and this agent falls behind.
             if rounds_done and waited > _REJOIN_SECONDS and absent != others:
                 break
             if waited > _REJOIN_SECONDS and not has_notified:

@@ -297,6 +297,7 @@ def _ask_all(
                 replies[id] = replace(reply, way=way)
                 if reply.content is not None:
                     missing.discard(id)
+        # New links come up meanwhile.
         time.sleep(0.1)
     return replies
 
@@ -318,6 +319,7 @@ def _wait_for_checkers(
         for id, reply in replies.items()
         if reply.content is not None and reply.content.get("checking") is True
     }
+    # Their checks would miss this member, which stops to answer now.
     while server is not None and checking - server.counts.sent.keys() and time.monotonic() < end:
         time.sleep(0.1)
 
@@ -334,6 +336,7 @@ def _decode_reply(answer: Answer, nonce: bytes, member: Member, sent: float) -> 
 
     clock_offset = 0.0
     remote_time = content.get("time")
+    # JSON has numbers of any size.
     if isinstance(remote_time, int | float) and abs(remote_time) < 1e11:
         # The peer wrote its time about halfway between request and answer.
         clock_offset = remote_time - (sent + time.time()) / 2
@@ -397,6 +400,7 @@ def _minor_version(content: Mapping[str, Any]) -> int:
     """Return the minor version of the protocol that a member speaks; ours if it does not say."""
     protocol = content.get("protocol")
     if isinstance(protocol, list) and len(protocol) == 2 and isinstance(protocol[1], int):
+        # A member may claim any number, with any number of digits.
         return max(0, min(protocol[1], _MAX_MINOR_VERSION))
     return MINOR_VERSION
 

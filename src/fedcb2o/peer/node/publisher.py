@@ -32,6 +32,7 @@ class ModelPublisher:
 
     def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
         """Offer the model of round n to all peers, unless another one was signed."""
+        # The agent trains on, and averages the models of others.
         if self.journal.suspension:
             return
         manifest, content = self._encode(n, theta, num_samples)

@@ -44,6 +44,7 @@ class SigningRecovery:
 
         A RunError says that a member holds a model of which a new run directory knows nothing.
         """
+        # Also where nothing seems lost: another directory may have signed for this run.
         self._ask(HELLO_SECONDS)
         if self.newest_round > self.journal.last_round:
             self.is_lost = True

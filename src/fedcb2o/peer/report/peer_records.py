@@ -39,6 +39,7 @@ _Share = Annotated[float, Field(ge=0, le=1)]
 class _Record(BaseModel):
     """Table of a record; unknown keys of later versions are ignored."""
 
+    # A text that looks like a number is a forged or damaged record.
     model_config = ConfigDict(frozen=True, allow_inf_nan=False, strict=True)
 
 

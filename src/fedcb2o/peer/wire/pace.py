@@ -29,6 +29,7 @@ class Pace:
         with self._lock:
             now = self._clock()
             grown = self._left + (now - self._updated) * self._per_second
+            # A member that was silent for hours may not ask for hours at once.
             self._left = min(self._burst, grown)
             self._updated = now
             return self._left

@@ -26,6 +26,7 @@ from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.tls import client_context, remote_member
 
 _TIMEOUT_SECONDS = 5.0
+# By their texts, because OpenSSL, the kernel and http.client have types of their own for it.
 _CLOSED = ("EOF occurred", "reset", "Remote end closed")  # by the other end
 
 

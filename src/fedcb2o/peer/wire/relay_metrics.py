@@ -39,6 +39,7 @@ class RelayMetrics(Closeable):
             self._connections.labels(name).set(count)
         counts = self._relay.counts()
         for outcome in ("stored", "full", "no box"):
+            # Counters of Prometheus only grow, by differences.
             self._messages.labels(outcome).inc(counts[outcome] - self._last[outcome])
         self._bytes.inc(counts["bytes"] - self._last["bytes"])
         self._last = counts

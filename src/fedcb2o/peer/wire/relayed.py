@@ -122,6 +122,7 @@ class Relayed(Closeable):
         self.removal = ""
         if isinstance(mailbox, FolderMailbox):
             mailbox.sweep()
+        # Two threads, because the reply of a box comes with the next message only.
         targets = (self._exchange_cards, self._receive)
         self._threads = [
             threading.Thread(target=self._repeat, args=(one,), name="fedcb2o-relay", daemon=True)
@@ -288,6 +289,7 @@ class Relayed(Closeable):
         known, _ = self._presences.get(name, (None, 0.0))
         if known is None or known.key != card.key:
             self._session.introduce(card)
+            # No sign of life yet: a relay may show an old card again.
             self._presences[name] = card, 0.0
         elif card.count > known.count:
             self._presences[name] = card, time.monotonic()

@@ -74,9 +74,8 @@ class Snapshot:
 
 @dataclass
 class _ServerCounts:
-    """Totals: requests, those answered with OK, sent bytes by member, refusals by reason."""
+    """Totals: requests answered with OK, sent bytes by member, refusals by reason."""
 
-    requests: int = 0
     answered: int = 0
     sent: Counter[int] = field(default_factory=Counter)
     refused: Counter[str] = field(default_factory=Counter)
@@ -173,7 +172,6 @@ class Server:
             if not self._counts.refused["failed"]:
                 logging.getLogger(__name__).exception("a request could not be answered")
         with self._lock:
-            self._counts.requests += 1
             self._counts.refused[reason] += bool(reason)
             self._counts.answered += answer is not None and answer.status is AnswerStatus.OK
             if sender is not None and answer is not None:
@@ -197,6 +195,7 @@ class Server:
         former: Member | None = None
         # The sender of a HELLO is found by its key: ids may differ between two files.
         if is_hello:
+            # An unknown key has the id of this agent, which has no quota.
             sender = self._ids.get(request.digest, self.agent_id)
             former = self._former_members.get(request.digest) if is_same_run else None
         is_former = former is not None

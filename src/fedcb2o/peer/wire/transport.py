@@ -81,6 +81,7 @@ class Https(Closeable):
         identity.check_certificate()
         agent_id = federation.id_of(identity.member)
         members = federation.members
+        # Every member may open 16 connections, and a usual limit is 1024 files.
         raise_descriptor_limit()
 
         self._handler: RequestHandler | None = None
