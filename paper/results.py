@@ -28,6 +28,7 @@ import pandas as pd
 import tomli_w
 from paper import preregistered
 from paper.adaptive import adaptive_table
+from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
 from paper.weak_places import weak_places_table
 from PIL import Image
@@ -48,7 +49,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
-PAGES = (PAGE, README, DOCS / "index.md")
+PAGES = (PAGE, README, DOCS / "index.md", DOCS / "criteria.md")
 """Pages with generated tables."""
 DEMO_VALUES = DOCS / "benchmark" / "demo" / "seeds.csv"
 DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
@@ -414,6 +415,7 @@ TABLES = {
     "long_training": long_training_table,
     "weak_places": weak_places_table,
     "adaptive": adaptive_table,
+    "last_layer": last_layer_table,
 }
 
 

@@ -66,9 +66,9 @@ class Options:
     first_contact: Literal["average", "whole"] = "average"  # released code: whole
     own_likelihood: Literal["every_round"] | None = None  # released code: every round
     validation_loss: Literal["samples", "batches"] = "samples"  # released code: batches
-    criterion: Literal["class_loss_gap", "class_loss_excess", "average_loss", "num_samples"] = (
-        "class_loss_gap"
-    )
+    criterion: Literal[
+        "class_loss_gap", "class_loss_excess", "last_layer_excess", "average_loss", "num_samples"
+    ] = "class_loss_gap"
     criterion_from_round: int = 0  # T_G
     absent: Literal["masked", "zero"] = "masked"  # released code: zero
     alpha: float = 10.0
@@ -291,6 +291,8 @@ def local_aggregations(
                     G[i] = losses[i].mean
                 elif options.criterion == "class_loss_excess":
                     G[i] = class_loss_excess(losses, i, j, admitted, options)
+                elif options.criterion == "last_layer_excess":
+                    G[i] = last_layer_excess(published, i, j, admitted)
                 else:
                     G[i] = class_loss_gap(losses, i, j, num_classes, options)
             G = {i: label_confidence * value for i, value in G.items()}
@@ -672,6 +674,43 @@ def class_loss_excess(
         * max(errors[i][c], options.least_deviation / math.sqrt(counts[c]))
         for c in classes
     )
+
+
+def last_layer_excess(published: Sequence[nn.Module], i: int, j: int, received: list[int]) -> float:
+    """Compute max(0, g_i - min(m, log 8)), m the lower median of g over received (not in the paper).
+
+    g is log r_1 / r_2 - log(1 - max_c u_c^2), where r are distances of the rows of the last layer
+    from those of agent j, less the mean of the rows, and u the leading left singular vector.
+    """
+
+    def head(module: nn.Module) -> list[list[float]]:
+        return [part for part in module.modules() if isinstance(part, nn.Linear)][
+            -1
+        ].weight.tolist()
+
+    def ahead(k: int) -> float:
+        changes = [
+            [a - b for a, b in zip(row, own, strict=True)]
+            for row, own in zip(head(published[k]), head(published[j]), strict=True)
+        ]
+        means = [sum(column) / len(changes) for column in zip(*changes, strict=True)]
+        centred = [[a - mean for a, mean in zip(row, means, strict=True)] for row in changes]
+        norms = sorted(math.sqrt(sum(a * a for a in row)) for row in centred)
+        if norms[-1] == 0:
+            return 0.0
+        # Power iteration: v <- D^T D v, from the largest row; u = D v.
+        v = max(centred, key=lambda row: sum(a * a for a in row))
+        for _ in range(500):
+            u = [sum(a * b for a, b in zip(row, v, strict=True)) for row in centred]
+            v = [sum(row[k] * u[c] for c, row in enumerate(centred)) for k in range(len(v))]
+            length = math.sqrt(sum(a * a for a in v))
+            v = [a / length for a in v]
+        share = max(a * a for a in u) / sum(a * a for a in u)
+        return math.log(norms[-1] / norms[-2]) - math.log(1 - share)
+
+    if i == j:
+        return 0.0
+    return max(0.0, ahead(i) - min(math.log(8), lower_median([ahead(k) for k in received])))
 
 
 def lower_median(values: list[float]) -> float:

@@ -240,6 +240,45 @@ def test_a_network_that_theta_does_not_describe_is_refused(network, message):
         parameters.dimension(network)
 
 
+class OwnHead(nn.Module):
+    """A head without nn.Linear, registered before the body."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = nn.Parameter(torch.ones(3, 4))
+        self.head_bias = nn.Parameter(torch.zeros(3))
+        self.body = nn.Linear(5, 4)
+
+
+def frozen(layer):
+    layer.requires_grad_(False)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("network", "expected"),
+    [
+        (nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 3)), (9, 18, 3, (18, 21))),
+        (nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 3, bias=False)), (12, 24, 4, None)),
+        (nn.Sequential(nn.Linear(2, 3), nn.LayerNorm(3)), (0, 6, 2, (6, 9))),
+        (nn.Sequential(nn.Linear(2, 3, bias=False), nn.LayerNorm(3)), (0, 6, 2, None)),
+        (nn.Sequential(nn.Conv2d(2, 3, 2), nn.Flatten()), (0, 24, 8, (24, 27))),
+        (nn.Sequential(nn.Linear(2, 3), frozen(nn.Linear(3, 3))), (0, 6, 2, (6, 9))),
+        (OwnHead(), (0, 12, 4, (12, 15))),
+        (nn.Sequential(nn.Linear(2, 4), frozen(nn.Linear(4, 3))), None),
+        (nn.Linear(2, 1), None),
+    ],
+)
+def test_the_last_layer_has_a_row_per_class(network, expected):
+    found = parameters.last_layer(network, 3)
+    if expected is None:
+        assert found is None
+        return
+    start, stop, width, bias = expected
+    bias = None if bias is None else slice(*bias)
+    assert found == parameters.LastLayer(slice(start, stop), 3, width, bias)
+
+
 def test_initial_values_depend_on_the_stream_alone():
     torch.manual_seed(5)
     state = torch.random.get_rng_state()

@@ -86,7 +86,16 @@ def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput
 
 
 def rule_input(
-    buffer, ids, own, *, n=0, contact_ids=(), previous=None, losses=(None, None), **known
+    buffer,
+    ids,
+    own,
+    *,
+    n=0,
+    contact_ids=(),
+    previous=None,
+    losses=(None, None),
+    last_layer=None,
+    **known,
 ):
     """Return the view of a rule whose agent `own` received the rows `ids` of a buffer.
 
@@ -105,6 +114,7 @@ def rule_input(
         no_losses,
         context_without_contacts(contacts_of=lambda: contacts, **known),
         previous=None if previous is None else torch.tensor(previous),
+        last_layer=last_layer,
     )
 
 

@@ -131,6 +131,7 @@ FEDCB2O = {
         **{"criterion": "class_loss_excess", "criterion_from_round": 1, "label_coverage": 1.0},
         **{"own_model": "judged", "beta": 0.5, "alpha": 1.0},
     },
+    "last layer": {"criterion": "last_layer_excess", "own_model": "judged", "own_candidate": True},
     "delta_q": {"selection": "everyone", "beta": 0.3, "delta_q": 0.15, "own_model": "judged"},
     "averaged level": {
         "selection": "everyone",

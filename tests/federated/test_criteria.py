@@ -13,9 +13,11 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments import load, run
 from fedcb2o.federated import algorithms, criteria
 from fedcb2o.federated.criteria import combinations, universal_perturbation
+from fedcb2o.federated.criteria._last_layer_excess import _leading_share as leading_share
 from fedcb2o.federated.inference import losses_from_samples
 from fedcb2o.federated.losses import standard_error_of_mean
 from fedcb2o.federated.types import CriterionInput, batched
+from fedcb2o.nn.parameters import LastLayer
 from fedcb2o.rng import stream
 
 INF = math.inf
@@ -26,6 +28,9 @@ REQUIRED = {
 }
 
 
+LOSS_FREE = ("distance", "last_layer_excess")
+
+
 IMAGE_CRITERIA = [name for name in criteria.__all__ if name != "prompt_sensitivity"]
 
 
@@ -34,10 +39,27 @@ RELATIVE = (
     "class_loss_gap",
     "distance",
     "largest",
+    "last_layer_excess",
     "perturbation_gap",
     "trigger_sensitivity",
     "weighted_sum",
 )
+
+
+def last_layer_view(changes, classes=4, **known):
+    """View of models whose last layer, after one other parameter, differs from the agent's own.
+
+    `changes` are those of the only column of its weight; a bias follows.
+    """
+    own = torch.arange(1.0, 2 + 2 * classes)
+    layer = LastLayer(slice(1, 1 + classes), classes, 1, slice(1 + classes, 1 + 2 * classes))
+    thetas = own.repeat(len(changes) + 1, 1)
+    for theta, change in zip(thetas, changes, strict=False):
+        theta[layer.weight] += torch.tensor(change)
+        theta[0] += 7  # other parameters and the bias do not count
+        theta[layer.bias] -= torch.arange(float(classes))
+    known = {"last_layer": layer, **known}
+    return views.rule_input(thetas, list(range(len(changes))), len(changes), **known)
 
 
 def brightness_view(thetas, x, rows=None, by_class=None, factors=None):
@@ -424,6 +446,54 @@ def test_an_infinite_loss_is_not_trusted():
     assert criteria.distance(view).tolist() == [INF, 1.0]
 
 
+# The changes less their mean are 3, -1, -1, -1: u^2 = 9 / 12 in one class, and rows 3 to 1.
+ONE_CLASS = [4.0, 0.0, 0.0, 0.0]
+LOG12 = math.log(3) + math.log(4)
+FLIP = [7.0, 3.0, 5.0, 5.0]  # 2, -2, 0, 0: u^2 = 1 / 2, and equal rows
+LOG2 = math.log(2)
+SKEWED = [6.0, -1.0, 0.0, 1.0]  # 4.5, -2.5, -1.5, -0.5: u^2 = 20.25 / 29, and rows 9 to 5
+G_SKEWED = math.log(1.8) + math.log(29 / 8.75)
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ([ONE_CLASS], [LOG12 - math.log(8)]),  # the only peer is typical, up to log 8
+        ([ONE_CLASS, FLIP, FLIP], [LOG12 - LOG2, 0.0, 0.0]),
+        ([ONE_CLASS, FLIP], [LOG12 - LOG2, 0.0]),  # the lower median
+        ([ONE_CLASS, SKEWED, SKEWED, FLIP], [LOG12 - G_SKEWED, 0.0, 0.0, 0.0]),
+        ([[5.0] * 4, [0.0] * 4, ONE_CLASS], [0.0, 0.0, LOG12]),  # the softmax sees no change
+    ],
+)
+def test_last_layer_excess_by_hand(changes, expected):
+    values = criteria.last_layer_excess(last_layer_view(changes)).tolist()
+    assert values == pytest.approx(expected, abs=1e-6)
+    doubled = [[2 * value for value in change] for change in changes]
+    values = criteria.last_layer_excess(last_layer_view(doubled)).tolist()
+    assert values == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("width", [2, 9])
+def test_the_leading_share_is_that_of_the_singular_vector(width):
+    change = torch.from_numpy(stream(0, "change").normal(size=(3, 5, width)))
+    u = torch.linalg.svd(change).U[..., 0]
+    torch.testing.assert_close(leading_share(change), u.square().amax(-1))
+
+
+def test_last_layer_excess_of_a_model_that_is_not_finite():
+    view = last_layer_view([ONE_CLASS, FLIP, FLIP, [math.nan, 0.0, 0.0, 0.0]])
+    assert criteria.last_layer_excess(view).tolist() == pytest.approx(
+        [LOG12 - LOG2, 0.0, 0.0, INF], abs=1e-6
+    )
+
+
+def test_last_layer_excess_needs_a_layer_of_three_classes():
+    with pytest.raises(ConfigError, match="needs three classes or more: the data have 2"):
+        criteria.last_layer_excess(last_layer_view([[1.0, 0.0]], classes=2))
+    with pytest.raises(ConfigError, match="no trained weight of this model has a row for each"):
+        criteria.last_layer_excess(last_layer_view([ONE_CLASS], last_layer=None))
+
+
 # Properties of all criteria
 
 
@@ -435,7 +505,8 @@ def random_view(order=None):
     rows = torch.arange(7) if order is None else torch.cat([order, torch.tensor([6])])
     factors = torch.from_numpy(draw.random((7, 3)))
     factors /= factors.mean(1, keepdim=True)
-    return brightness_view(thetas, torch.zeros(3, 1, 4, 4), rows, by_class, factors)
+    view = brightness_view(thetas, torch.zeros(3, 1, 4, 4), rows, by_class, factors)
+    return dataclasses.replace(view, last_layer=LastLayer(slice(0, 16), 4, 4, None))
 
 
 def test_the_random_view_has_different_losses_within_each_class():
@@ -469,7 +540,7 @@ def test_criteria_without_received_models(name):
     assert getattr(criteria, name)(view, **REQUIRED.get(name, {})).tolist() == []
 
 
-@pytest.mark.parametrize("name", [name for name in IMAGE_CRITERIA if name != "distance"])
+@pytest.mark.parametrize("name", [name for name in IMAGE_CRITERIA if name not in LOSS_FREE])
 def test_missing_validation_data_is_an_error(name):
     view = random_view()
     empty = dataclasses.replace(view.losses, present=torch.tensor([False, False]))

@@ -16,6 +16,7 @@ from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import foolsgold
 from fedcb2o.federated.aggregation.last_layer import learning_rates
 from fedcb2o.federated.contacts import AgentState
+from fedcb2o.nn.parameters import LastLayer
 from fedcb2o.rng import stream
 
 
@@ -122,10 +123,13 @@ def layer(theta):
     )
 
 
+LAYER = LastLayer(slice(-C * (H + 1), -C), C, H, slice(-C, None))
+
+
 def agent_view(me, ids, models, before, contact_ids, n=0):
     """View of agent `me` with the models `ids`. Row `before` is its model before the round."""
     return rule_input(
-        models, ids, me, n=n, contact_ids=contact_ids, previous=before, last_layer=(C, H)
+        models, ids, me, n=n, contact_ids=contact_ids, previous=before, last_layer=LAYER
     )
 
 
@@ -182,7 +186,7 @@ def test_confidence_is_passed_to_the_learning_rates():
 
 def test_a_network_without_a_last_dense_layer_is_refused():
     (models,) = model_buffers(1)
-    message = "the rule reads the last dense layer, and this model does not end in one"
+    message = "the rule reads the last linear layer, and this model has none with a row and a bias"
     with pytest.raises(ConfigError, match=message):
         foolsgold({}, rule_input(models, [0], 2, previous=5))
 

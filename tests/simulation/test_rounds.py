@@ -137,7 +137,7 @@ ALGORITHMS = {
     "DFedAvgM": algorithms.dfedavgm(),
     "alone": algorithms.local_training(),
     "largest": algorithms.fedcb2o(
-        criterion={"name": "largest", "of": ["class_loss_gap", "distance"]},
+        criterion={"name": "largest", "of": ["class_loss_gap", "distance", "last_layer_excess"]},
         own_model="judged",
         mixing_factor=1.0,
     ),

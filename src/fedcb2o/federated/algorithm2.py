@@ -169,6 +169,7 @@ def validate(
         agent_context=agent_context(oracle, n, lambda: P),
         previous=agent.previous_rows(_ZERO),
         tolerated=tolerated(agent.spec.algorithm.guards, losses, own_losses),
+        last_layer=agent.spec.last_layer,
     )
 
 

@@ -20,7 +20,7 @@ from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
 from fedcb2o.federated.types import BATCHED, Select, Weighing
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.low_rank import DOWN, UP, FactorPair, factor_pairs
-from fedcb2o.nn.parameters import dimension, last_layer_shape, shared_tensors
+from fedcb2o.nn.parameters import LastLayer, dimension, last_layer, shared_tensors
 
 LinearKernel = Literal["torch", "onednn", "batched"]
 ConvolutionKernel = Literal["grouped", "unfolded", "mixed", "fourier"]
@@ -213,9 +213,9 @@ class RunSpec:
         return min(self.agents.budget, self.num_agents)
 
     @functools.cached_property
-    def last_layer(self) -> tuple[int, int] | None:
-        """Shape of the network's last dense layer; None for another last layer."""
-        return last_layer_shape(self.module)
+    def last_layer(self) -> LastLayer | None:
+        """Place of the network's last linear layer in a model; None without one."""
+        return last_layer(self.module, self.num_classes)
 
     @functools.cached_property
     def layer_shapes(self) -> tuple[torch.Size, ...]:

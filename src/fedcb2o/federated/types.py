@@ -14,6 +14,7 @@ from torch import Tensor
 
 from fedcb2o.data import ValueRange
 from fedcb2o.nn.low_rank import FactorPair
+from fedcb2o.nn.parameters import LastLayer
 from fedcb2o.plugins import Declaration, F
 
 
@@ -133,7 +134,6 @@ class AgentContext:
         malicious_share: Share of attackers that the agent assumes, in [0, 1].
         value_range: Black and white in `samples`: the lowest and highest value of the data set.
         progress: Share of the run that is over, in [0, 1].
-        last_layer: Shape [C, h] of the last dense layer's weight; None for another last layer.
         layer_shapes: Shapes of a model's tensors, in order.
         factor_pairs: Low-rank adapters of a model.
         contacts_of: Makes the contacts.
@@ -149,7 +149,6 @@ class AgentContext:
     malicious_share: float = 0.0
     value_range: ValueRange = (0.0, 1.0)
     progress: float = 0.0
-    last_layer: tuple[int, int] | None = None
     layer_shapes: tuple[torch.Size, ...] = ()
     factor_pairs: tuple[FactorPair, ...] = ()
     contacts_of: Callable[[], Contacts]
@@ -186,6 +185,7 @@ class CriterionInput:
             rule.
         previous: Row of the model before the round; None where it is not kept.
         tolerated: The received models within the guard `loss_tolerance`; None without the guard.
+        last_layer: Place of the last linear layer in a model; None without one.
     """
 
     n: int
@@ -199,6 +199,7 @@ class CriterionInput:
     in_sublevel_set: Bool[Tensor, "*a m"] | None = None
     previous: Int[Tensor, "*a"] | None = None
     tolerated: Bool[Tensor, "*a m"] | None = None
+    last_layer: LastLayer | None = None
 
     def for_agent(
         self,

@@ -126,7 +126,6 @@ def agent_context(
         malicious_share=spec.malicious_share,
         value_range=group.data.value_range,
         progress=n / spec.rounds,
-        last_layer=spec.last_layer,
         layer_shapes=spec.layer_shapes,
         factor_pairs=spec.factor_pairs,
         contacts_of=contacts,
@@ -234,6 +233,7 @@ def validate_batches(
             agent_context=None,
             previous=group.previous_rows(equal_members),
             tolerated=tolerated(algorithm.guards, losses, own_losses),
+            last_layer=group.spec.last_layer,
         )
         if algorithm.is_batched:
             yield RuleCall(equal, entries, inputs)

@@ -6,6 +6,7 @@ Training changes a row in place, and no model is copied.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -78,16 +79,40 @@ def dimension(module: nn.Module) -> int:
     return sum(tensor.numel() for tensor in shared_tensors(module).values())
 
 
-def last_layer_shape(module: nn.Module) -> tuple[int, int] | None:
-    """Return the shape [C, h] of a dense last layer with a bias, else None."""
-    tensors = list(shared_tensors(module).values())[-2:]
-    if len(tensors) < 2:
-        return None
+class LastLayer(NamedTuple):
+    """Place of a network's last linear layer in theta: its weight [C, h], row by row, and its bias.
 
-    weight, bias = tensors
-    if weight.ndim != 2 or bias.shape != weight.shape[:1]:
-        return None
-    return (weight.shape[0], weight.shape[1])
+    `bias` is None for a layer without one.
+    """
+
+    weight: slice
+    classes: int
+    width: int
+    bias: slice | None
+
+
+def last_layer(module: nn.Module, num_classes: int) -> LastLayer | None:
+    """Find the last linear layer: the last trained weight with a row per class, else None.
+
+    Last means registered last. A convolution with a filter per class counts.
+    """
+    found = None
+    start = 0
+    for name, tensor in shared_tensors(module).items():
+        end = start + tensor.numel()
+        if tensor.ndim > 1 and tensor.shape[0] == num_classes:
+            found = LastLayer(slice(start, end), num_classes, tensor[0].numel(), None)
+            layer = name.rpartition(".")[0]
+        elif (
+            found
+            and tensor.shape == (num_classes,)
+            and start == found.weight.stop
+            # A norm after the layer has a weight of the same shape.
+            and name.rpartition(".")[0] == layer
+        ):
+            found = found._replace(bias=slice(start, end))
+        start = end
+    return found
 
 
 def flatten(module: nn.Module) -> Float[Tensor, " d"]:

@@ -1,4 +1,4 @@
-"""Rules by the last dense layer, where a label flip shows most: LFighter and FoolsGold."""
+"""Rules by the last linear layer, where a label flip shows most: LFighter and FoolsGold."""
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -15,15 +15,15 @@ __all__ = ["foolsgold", "lfighter"]
 
 
 def last_layers(inputs: CriterionInput, rows: Int[Tensor, " k"]) -> Float[Tensor, "k C h"]:
-    """Extract the last dense layer of each model: per class its weights and, last, its bias."""
-    if inputs.context.last_layer is None:
+    """Extract the last linear layer of each model: per class its weights and, last, its bias."""
+    layer = inputs.last_layer
+    if layer is None or layer.bias is None:
         raise ConfigError(
-            "the rule reads the last dense layer, and this model does not end in one with a bias"
+            "the rule reads the last linear layer, and this model has none with a row and a bias "
+            "for each class"
         )
-    classes, width = inputs.context.last_layer
-    tail = inputs.models[:, -classes * (width + 1) :][rows].cpu()
-    weights = tail[:, : classes * width].view(len(rows), classes, width)
-    biases = tail[:, classes * width :].unsqueeze(-1)
+    weights = inputs.models[:, layer.weight][rows].cpu().view(-1, layer.classes, layer.width)
+    biases = inputs.models[:, layer.bias][rows].cpu().unsqueeze(-1)
     return torch.cat([weights, biases], -1)
 
 
@@ -105,7 +105,7 @@ def foolsgold(
     Fung, Yoon and Beschastnikh, "The Limitations of Federated Learning in Sybil Settings" (RAID
     2020), Algorithm 1.
 
-    The state is the sum of the updates of each received peer in the last dense layer (the
+    The state is the sum of the updates of each received peer in the last linear layer (the
     indicative features), counted from the agent's model before the round. A peer under a new name
     has no history. The state takes 4 C (h + 1) bytes per peer that the agent ever received, for C
     classes and h units below the last layer, in memory and in each checkpoint.

@@ -5,8 +5,9 @@ whose value is not finite is not trusted. Losses and values derived from them ar
 As alpha is per unit of the criterion, a criterion in other units needs another alpha.
 
 The value of a model does not depend on the other received models, except in
-`class_loss_excess` and in `perturbation_gap` with `against` = "majority", where the agent's own
-model has the value 0. So the agent's own model can be evaluated alone, and criteria combine.
+`class_loss_excess`, `last_layer_excess` and `perturbation_gap` with `against` = "majority", where
+the agent's own model has the value 0. So the agent's own model can be evaluated alone, and criteria
+combine.
 
 A configuration names a criterion by a name in `__all__`, or a user's own by
 "package.module:function".
@@ -15,6 +16,7 @@ A configuration names a criterion by a name in `__all__`, or a user's own by
 from fedcb2o.docstrings import share_entries
 from fedcb2o.federated.criteria._class_loss_excess import class_loss_excess
 from fedcb2o.federated.criteria._distance import distance
+from fedcb2o.federated.criteria._last_layer_excess import last_layer_excess
 from fedcb2o.federated.criteria._perturbation_gap import perturbation_gap
 from fedcb2o.federated.criteria._prompt_sensitivity import prompt_sensitivity
 from fedcb2o.federated.criteria._trigger_sensitivity import trigger_sensitivity
@@ -35,6 +37,7 @@ __all__ = [
     "class_loss_gap",
     "distance",
     "largest",
+    "last_layer_excess",
     "perturbation_gap",
     "prompt_sensitivity",
     "trigger_sensitivity",
