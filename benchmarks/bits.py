@@ -186,6 +186,7 @@ CRITERIA: dict[str, Any] = {
     "trigger_sensitivity": "trigger_sensitivity",
     "trigger_sensitivity, overlap": TILES,
     "distance": "distance",
+    "last_layer_excess": "last_layer_excess",
     "largest": {"name": "largest", "of": GAP_AND_TRIGGER},
     "largest, together": {"name": "largest", "of": GAP_AND_WORST},
     "weighted_sum": {
