@@ -79,7 +79,8 @@ def no_figures(monkeypatch):
         return Figure(figsize=(1, 1))
 
     monkeypatch.setattr(_page, "to_file", lambda figure, suffix: b"")
-    monkeypatch.setattr(_page, "draw_panels", draw_nothing)
+    for module in (_article, _page):
+        monkeypatch.setattr(module, "draw_panels", draw_nothing)
     monkeypatch.setattr(_page, "figure_row", lambda figures, name: Markup())
     for module in (_article, _grid_page):
         monkeypatch.setattr(module, "draw_heat_map", draw_nothing)

@@ -1,15 +1,30 @@
-"""Tables and figures for articles: values by hand, and LaTeX that compiles."""
+"""Tables and figures for articles: values by hand, and LaTeX that compiles.
 
+The compilation needs pdflatex with booktabs (Debian: apt-get install texlive-latex-recommended).
+"""
+
+import json
 import re
 import shutil
 import subprocess
 
+import numpy as np
 import pytest
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.report import ArticleForm, SettingResults, create_page, read_grid, report_grid
+from fedcb2o.records import read_toml, write_toml
+from fedcb2o.report import (
+    ArticleForm,
+    SettingResults,
+    _article,
+    create_page,
+    read_grid,
+    report_grid,
+)
 from fedcb2o.report._article import write_article
+from fedcb2o.report._figures import attack_panels
+from fedcb2o.report._panels import draw_panels
 
 
 def rows(text):
@@ -76,6 +91,69 @@ def test_confidence_intervals_follow_means(written):
     text = written("accuracy.tex", intervals="ci")
     assert re.fullmatch(r"\\textbf\{75\.0\} \[\d+\.\d, \d+\.\d\]", rows(text)[MEDIAN][0])
     assert r"95\% confidence intervals" in text
+
+
+def test_a_caption_names_no_intervals_of_too_few_seeds(written, set_min_seeds):
+    set_min_seeds(5)
+    text = written("accuracy.tex", intervals="ci")
+    assert rows(text)[MEDIAN][0] == r"\textbf{75.0}"
+    assert "accuracy, percent; mean, 2 seeds." in text
+
+
+def add_earlier_round(folder):
+    """Evaluate round 0 of all runs, with half the values of round 1."""
+    for path in folder.glob("**/metrics.jsonl"):
+        last = json.loads(path.read_text())
+        first = {**last, "round": 0}
+        for name in ("accuracy", "attack_success_rate"):
+            first[name] = last[name] and [value and value / 2 for value in last[name]]
+        path.write_text(f"{json.dumps(first)}\n{json.dumps(last)}\n")
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_curves_have_a_panel_per_attack_and_a_line_per_defence(tmp_path, monkeypatch, caplog):
+    folder = make_grid(tmp_path / "grid")
+    add_earlier_round(folder)
+    for path in folder.glob(f"cells/{MEDIAN}/*/config.toml"):
+        config = read_toml(path)
+        config["algorithm"]["criterion_from_round"] = 1
+        write_toml(path, config)
+    panels = {}
+
+    def record(curves, metric):
+        panels[metric] = attack_panels(curves, metric)
+        return panels[metric]
+
+    monkeypatch.setattr(_article, "attack_panels", record)
+    paths = report_grid(read_grid(folder), tmp_path / "out")
+    names = {path.name for path in paths if "-curves" in path.name}
+    stems = ("accuracy", "attack-success-rate")
+    assert names == {f"{stem}-curves.{suffix}" for stem in stems for suffix in ("pdf", "png")}
+    assert "no curves" not in caplog.text
+
+    figure = draw_panels(panels["accuracy"])
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [FLIP, NOISE]
+    lines = {line.get_label(): line for line in figure.axes[0].lines}
+    # The mean of 0.7 and 0.8, and half of it in round 0; the other defence has 0.6 and 0.9.
+    assert lines[MEDIAN].get_xydata().tolist() == pytest.approx(np.array([[0, 0.375], [1, 0.75]]))
+    assert lines[MEAN].get_ydata() == pytest.approx([0.375, 0.75])
+    assert [text.get_text() for text in figure.axes[0].texts] == ["$T_G = 1$"]
+    figure = draw_panels(panels["attack_success_rate"])
+    assert [ax.get_title(loc="left") for ax in figure.axes] == [FLIP]  # the only one with a goal
+
+    report_grid(read_grid(folder), tmp_path / "out", ArticleForm(baselines=True))
+    assert len(panels["accuracy"].draw_functions) == 4
+    assert len(panels["attack_success_rate"].draw_functions) == 1
+
+
+@pytest.mark.usefixtures("no_figures")
+def test_a_line_names_the_key_that_gives_curves(results, tmp_path, caplog):
+    caplog.set_level("INFO")
+    paths = report_grid(results, tmp_path / "out")
+    assert not [path for path in paths if "-curves" in path.name]
+    assert "run the grid with `evaluate_every` smaller than `rounds`." in caplog.text
+    report_grid(read_grid(tmp_path / "out"), tmp_path / "again")
+    assert "summary.csv has the last round only." in caplog.text
 
 
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is missing")

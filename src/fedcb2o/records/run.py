@@ -144,6 +144,11 @@ class Run:
         """The title of this run in tables and legends; by default its name."""
         return one_line(str(self.config.get("title", ""))) or self.name
 
+    @property
+    def criterion_from_round(self) -> int:
+        """The round T_G from which the run uses its criterion; 0 for one that does not switch."""
+        return int(self.config.get("algorithm", {}).get("criterion_from_round") or 0)
+
     @cached_property
     def seeds(self) -> tuple[int, ...]:
         """The seeds that have begun, finished or not, in ascending order."""

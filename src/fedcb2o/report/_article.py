@@ -9,10 +9,13 @@ import pandas as pd
 from fedcb2o.errors import ConfigError
 from fedcb2o.records import slug
 from fedcb2o.report import _regret
+from fedcb2o.report._figures import Curve, attack_panels
 from fedcb2o.report._heat_map import draw_heat_map
 from fedcb2o.report._page import Page
+from fedcb2o.report._panels import draw_panels
 from fedcb2o.report._statistics import CONFIDENCE, seed_statistics
-from fedcb2o.report._table_formats import latex_text
+from fedcb2o.report._table_formats import latex_text, shorten_label
+from fedcb2o.report.grid_results import BASELINES, GridResults
 from fedcb2o.report.grid_tables import SettingResults
 
 Intervals = Literal["none", "std", "ci"]
@@ -50,7 +53,7 @@ class ArticleForm:
 
 
 def write_article(page: Page, view: SettingResults, start: str, form: ArticleForm) -> None:
-    """Write each compared metric and its regret, as a LaTeX table and as a heat map."""
+    """Write each compared metric and its regret as a LaTeX table and a heat map, and its curves."""
     folder = f"{start}article/"
     if view.setting:
         folder += f"{slug(view.setting)}/"
@@ -76,6 +79,46 @@ def write_article(page: Page, view: SettingResults, start: str, form: ArticleFor
             marked = view.exceeded_cells(columns)
             figure = draw_heat_map(scale * means, scale * spreads, shades=shades, marked=marked)
             page.write_figure(f"{folder}{name}", figure)
+        curves = _curves_by_column(view, value, columns)
+        if curves:
+            figure = draw_panels(attack_panels(curves, value))
+            page.write_figure(f"{folder}{value.replace('_', '-')}-curves", figure)
+
+
+def missing_curves_note(results: GridResults) -> str | None:
+    """Return why the article of a grid has no curves, and the remedy; None if it has some."""
+    if results.curves.empty:
+        return "`article` has no curves, which need the runs: summary.csv has the last round only"
+    if results.curves["round"].groupby(results.curves.setting).nunique().max() > 1:
+        return None
+    return (
+        "`article` has no curves, because the runs were evaluated in one round: run the grid with "
+        "`evaluate_every` smaller than `rounds`"
+    )
+
+
+def _curves_by_column(
+    view: SettingResults, value: str, columns: list[str]
+) -> dict[str, list[Curve]]:
+    """Select one curve per defence for each column with several evaluated rounds."""
+    table = view.results.curves
+    if value not in table:
+        return {}
+    table = table[table.setting == view.setting].dropna(subset=value)
+    names = table.attack.where(table.role == "attack", table.role.map(BASELINES))
+    curves = {}
+    for column in columns:
+        shown = table[names == column]
+        if shown["round"].nunique() > 1:
+            curves[column] = [
+                _defence_curve(shown[shown.defence == name], name) for name in view.results.defences
+            ]
+    return curves
+
+
+def _defence_curve(table: pd.DataFrame, name: str) -> Curve:
+    switch = 0 if table.empty else int(table.criterion_from_round.max())
+    return Curve(shorten_label(name).replace("$", r"\$"), table, switch)
 
 
 def _spreads(statistics: pd.DataFrame, form: ArticleForm) -> "pd.Series[Any]":
@@ -109,7 +152,10 @@ def _latex_table(
     unit = ", percent" if is_percent else ""
     seeds = len(view.results.seeds)
     head = latex_text(f"{view.results.title}{where}: {caption[0].lower()}{caption[1:]}{unit}")
-    numbers = f"mean{_INTERVAL_TEXTS[form.intervals]}, {seeds} seed{'s' * (seeds > 1)}"
+    # Too few seeds have neither deviations nor intervals, and the caption must not name any.
+    has_spreads = bool(_spreads(statistics, form).notna().any())
+    spread = _INTERVAL_TEXTS[form.intervals] * has_spreads
+    numbers = f"mean{spread}, {seeds} seed{'s' * (seeds > 1)}"
     environment = "table*" if len(columns) > _WIDE_COLUMNS else "table"
     lines = [
         rf"\begin{{{environment}}}",

@@ -1,7 +1,7 @@
 """Figures of runs: learning curves, received peers, source-class samples."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -107,7 +107,7 @@ def learning_curves(runs: Sequence[Run]) -> list[Curve]:
     for run, label in zip(runs, run_labels(runs), strict=True):
         benign = run.records[~run.records.malicious.astype(bool)]
         title = figure_title(run, label)
-        selected.append(Curve(title, benign, _criterion_round(run), run.custom_metrics))
+        selected.append(Curve(title, benign, run.criterion_from_round, run.custom_metrics))
     return selected
 
 
@@ -121,7 +121,22 @@ def curve_panels(lines: Sequence[Curve]) -> Panels:
         raise RunError(
             "no round was evaluated yet: wait for the first `evaluate_every` rounds of the run"
         )
-    return Panels([partial(_draw_curves, lines, metric) for metric in metrics], (3.9, 3.8), 3)
+    panels = [
+        partial(_draw_curves, lines, metric, LABELS.get(metric, metric)) for metric in metrics
+    ]
+    return Panels(panels, (3.9, 3.8), 3)
+
+
+def attack_panels(curves: Mapping[str, Sequence[Curve]], metric: str) -> Panels:
+    """Build one panel of a metric over the rounds per attack, for the width of an article."""
+    columns = min(len(curves), 3)
+    panels: list[Callable[[Axes], None]] = []
+    for number, (attack, lines) in enumerate(curves.items()):
+        # The name of the metric at the left panel serves the whole row.
+        label = "" if number % columns else LABELS.get(metric, metric)
+        title = shorten_label(attack).replace("$", r"\$")
+        panels.append(partial(_draw_curves, lines, metric, title, y_label=label))
+    return Panels(panels, (2.5, 2.2), columns)
 
 
 def source_count_panels(runs: Sequence[Run]) -> Panels:
@@ -140,13 +155,16 @@ def _is_measured(metric: str, tables: Sequence[pd.DataFrame]) -> bool:
     return any(metric in table and table[metric].notna().any() for table in tables)
 
 
-def _draw_curves(lines: Sequence[Curve], metric: str, ax: Axes) -> None:
+def _draw_curves(
+    lines: Sequence[Curve], metric: str, title: str, ax: Axes, y_label: str = ""
+) -> None:
     for i, line in enumerate(lines):
         measured = line.table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
         means = measured.groupby(["round", "seed"])[metric].mean().unstack("seed")
         if not means.empty:
             _draw_curve(ax, means, line.name, i)
-    ax.set_title(LABELS.get(metric, metric))
+    ax.set_title(title)
+    ax.set_ylabel(y_label)
     ax.set_xlabel("round")
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
@@ -295,16 +313,11 @@ def percent_formatter() -> FuncFormatter:
     return FuncFormatter(lambda value, _: f"{100 * value:g}%")
 
 
-def _criterion_round(run: Run) -> int:
-    """Return T_G, or 0 for a criterion that does not switch."""
-    return int(run.config.get("algorithm", {}).get("criterion_from_round") or 0)
-
-
 def figure_title(run: Run, label: str) -> str:
     """Return the title of a run with T_G, typeset by dollar signs."""
     label = shorten_label(label)
-    if _criterion_round(run) and "T_G" not in label:
-        label += f" (T_G = {_criterion_round(run)})"
+    if run.criterion_from_round and "T_G" not in label:
+        label += f" (T_G = {run.criterion_from_round})"
 
     def replace(match: re.Match[str]) -> str:
         return f"$T_G = {match[2]}$" if match[2] else "$T_G$"

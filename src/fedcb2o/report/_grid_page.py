@@ -1,8 +1,10 @@
 """Report of grids: matrices as files, and one page, the results explorer."""
 
 import json
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import tomli_w
@@ -10,7 +12,7 @@ from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
 from fedcb2o.records import STANDARD_METRICS, flatten, slug
-from fedcb2o.report._article import ArticleForm, write_article
+from fedcb2o.report._article import ArticleForm, missing_curves_note, write_article
 from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._grid_metrics import GRID_METRICS, chosen_infos
@@ -35,6 +37,8 @@ from fedcb2o.report.grid_tables import (
     worst_regrets,
 )
 
+_LOGGER = logging.getLogger(__name__)
+
 # Settings that decide which samples train, validate and test.
 _CONDITIONS = (
     *(f"agents.{key}" for key in ("hold_out", "validation", "benign_samples", "malicious_samples")),
@@ -54,7 +58,7 @@ def report_grid(
     Args:
         results: Results of a grid, or of several grids for one page.
         out: Folder for matrices (CSV, Markdown, LaTeX), figures (PNG, PDF), `report.html`, and
-            `article`, the compared metrics as LaTeX tables and heat maps.
+            `article`, the compared metrics as LaTeX tables, heat maps and curves over the rounds.
         form: Form of what is in `article`; by default means and standard deviations, in percent
             with one decimal, under attack only.
 
@@ -72,7 +76,7 @@ def report_grid(
                 "on first"
             )
     page = create_page(Path(out))
-    warnings = []
+    warnings = [f"{note}." for note in _grid_condition_notes(grids)]
     for grid in grids:
         views = [SettingResults(grid, setting) for setting in grid.settings]
         measured = [view for view in views if view.rows[view.main].notna().any()]
@@ -80,6 +84,8 @@ def report_grid(
         _write_files(page, grid, measured, start)
         for view in measured:
             write_article(page, view, start, form or ArticleForm())
+        if note := missing_curves_note(grid):
+            _LOGGER.info("%s%s.", _name_grid(grid, grids), note)
         notes = [*grid_notes(grid), *_ineffective_notes(measured)]
         warnings += [f"{_name_grid(grid, grids)}{note}." for note in notes]
     title = grids[0].title if len(grids) == 1 else f"{len(grids)} grids"
@@ -144,18 +150,41 @@ def _condition_notes(results: GridResults) -> Iterator[str]:
     """Name the defences and attacks that train or are evaluated on other samples than the rest."""
     shared = flatten(results.table)
     for kind in ("defences", "attacks"):
-        groups: dict[str, list[str]] = {}
-        for name, entry in results.table[kind].items():
-            own = {
-                key: value
-                for key, value in flatten(entry).items()
-                if (key in _CONDITIONS or key.startswith("data.")) and value != shared.get(key)
-            }
-            text = describe_changes(own) if own else "as the grid"
-            groups.setdefault(text, []).append(name)
-        if len(groups) > 1:
-            parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
-            yield f"These {kind} differ in samples or evaluation: {'; '.join(parts)}"
+        entries = [(name, flatten(entry)) for name, entry in results.table[kind].items()]
+        yield from _describe_conditions(kind, entries, shared, "as the grid")
+
+
+def _grid_condition_notes(grids: Sequence[GridResults]) -> Iterator[str]:
+    """Name the grids of one page that train or are evaluated on other samples than the rest."""
+    entries = [(grid.title, flatten(grid.table)) for grid in grids]
+    first = entries[0][1]
+    shared = {
+        key: value
+        for key, value in first.items()
+        if all(key in entry and entry[key] == value for _, entry in entries)
+    }
+    yield from _describe_conditions("grids", entries, shared, "defaults")
+
+
+def _describe_conditions(
+    kind: str,
+    entries: Sequence[tuple[str, Mapping[str, Any]]],
+    shared: Mapping[str, Any],
+    same: str,
+) -> Iterator[str]:
+    """Describe the conditions by which named entries differ; `same` stands for the shared ones."""
+    groups: dict[str, list[str]] = {}
+    for name, entry in entries:
+        own = {
+            key: value
+            for key, value in entry.items()
+            if (key in _CONDITIONS or key.startswith("data.")) and value != shared.get(key)
+        }
+        text = describe_changes(own) if own else same
+        groups.setdefault(text, []).append(name)
+    if len(groups) > 1:
+        parts = [f"{text} ({', '.join(names)})" for text, names in groups.items()]
+        yield f"These {kind} differ in samples or evaluation: {'; '.join(parts)}"
 
 
 def _progress_notes(results: GridResults, attacked: pd.DataFrame) -> Iterator[str]:

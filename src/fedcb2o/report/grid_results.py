@@ -9,7 +9,7 @@ import gzip
 import io
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from fedcb2o.plugins import did_you_mean
 from fedcb2o.records import (
     MATRIX_METRICS,
     METRICS,
+    OPTIONAL_METRICS,
     STANDARD_METRICS,
     Metric,
     Run,
@@ -79,12 +80,15 @@ class GridResults:
         table: Content of grid.toml.
         tuning: Hyperparameters chosen by tuning, by defence.
         rows: One row per run with `KEY_COLUMNS`, metrics and `error`.
+        curves: One row per run and evaluated round with `KEY_COLUMNS`, `round`, the round T_G as
+            `criterion_from_round` (0 for none) and metrics; empty where only summary.csv was read.
     """
 
     folder: Path
     table: dict[str, Any]
     tuning: dict[str, Any]
     rows: pd.DataFrame
+    curves: pd.DataFrame = field(default_factory=pd.DataFrame)
 
     @property
     def title(self) -> str:
@@ -222,8 +226,9 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
         tuning = {name: choice for name, choice in choices.items() if name in table["defences"]}
 
     # Runs are the source, and the summary stands for them where only it was published.
+    curves = pd.DataFrame()
     if (folder / "cells.json").is_file():
-        rows = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
+        rows, curves = _rows_from_runs(folder, read_cells(folder / "cells.json"), table["seeds"])
     elif summaries := [path for name in _SUMMARY_FILES if (path := folder / name).is_file()]:
         rows = _rows_from_csv(summaries[0])
     else:
@@ -231,7 +236,7 @@ def read_grid(folder: Path, reference: str | None = None) -> GridResults:
             f"{folder} holds a grid.toml, but no run and no summary.csv: "
             "fedcb2o bench runs the grid"
         )
-    return GridResults(folder, table, tuning, rows)
+    return GridResults(folder, table, tuning, rows, curves)
 
 
 def _read_definition(path: Path) -> dict[str, Any]:
@@ -247,8 +252,11 @@ def _read_definition(path: Path) -> dict[str, Any]:
     return table
 
 
-def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int]) -> pd.DataFrame:
+def _rows_from_runs(
+    folder: Path, cells: list[dict[str, Any]], seeds: list[int]
+) -> tuple[pd.DataFrame, pd.DataFrame]:
     rows: list[dict[str, Any]] = []
+    curves: list[pd.DataFrame] = []
     for cell in cells:
         if cell["kind"] == "tuning":
             continue
@@ -257,15 +265,19 @@ def _rows_from_runs(folder: Path, cells: list[dict[str, Any]], seeds: list[int])
             keys |= {"role": cell["kind"], "floor": cell["folder"].rpartition("/")[2]}
         else:
             keys |= {"role": "attack", "floor": cell["floor"] or ""}
-        metrics = _metrics_by_seed(folder / cell["folder"], cell["rounds"])
+        results = _results_by_seed(folder / cell["folder"], cell["rounds"])
         for seed in seeds:
-            if seed in metrics:
-                rows.append({**keys, "seed": seed, **metrics[seed], "error": ""})
+            if seed in results:
+                metrics, curve = results[seed]
+                rows.append({**keys, "seed": seed, **metrics, "error": ""})
+                curves.append(curve.assign(**keys, seed=seed))
             elif cell["error"]:
                 rows.append({**keys, "seed": seed, "error": cell["error"]})
     if not rows:
-        return _order_columns(pd.DataFrame(rows, columns=[*KEY_COLUMNS, *RUN_METRICS, "error"]))
-    return _order_columns(pd.DataFrame(rows))
+        empty = pd.DataFrame(rows, columns=[*KEY_COLUMNS, *RUN_METRICS, "error"])
+        return _order_columns(empty), pd.DataFrame()
+    table = _order_columns(pd.DataFrame(rows))
+    return table, pd.concat(curves, ignore_index=True) if curves else pd.DataFrame()
 
 
 def metric_names(rows: pd.DataFrame) -> list[str]:
@@ -301,23 +313,33 @@ def _unpacked(content: bytes) -> bytes:
     return unpacked
 
 
-def _metrics_by_seed(folder: Path, rounds: int) -> dict[int, dict[str, float]]:
-    """Compute the metrics of each finished seed of a run."""
+def _results_by_seed(folder: Path, rounds: int) -> dict[int, tuple[dict[str, float], pd.DataFrame]]:
+    """Compute the metrics of each finished seed of a run, and its curve."""
     if not (folder / "config.toml").is_file():
         return {}
     run = Run(folder)
-    metrics = {}
+    results = {}
     for seed in run.seeds:
         summary = run.summary_of(seed)
         if summary is not None and summary["rounds"] >= rounds:
-            metrics[seed] = _seed_metrics(run, seed, summary)
-    return metrics
+            records = run.records_of(seed)
+            benign = records[~records.malicious.to_numpy()]
+            results[seed] = _seed_metrics(run, seed, summary, benign), _seed_curve(run, benign)
+    return results
 
 
-def _seed_metrics(run: Run, seed: int, summary: Mapping[str, Any]) -> dict[str, float]:
+def _seed_curve(run: Run, benign: pd.DataFrame) -> pd.DataFrame:
+    """Compute the mean of each metric over benign agents, by evaluated round."""
+    names = [*STANDARD_METRICS, *OPTIONAL_METRICS, *run.custom_metrics]
+    names = [name for name in names if name in benign]
+    means = benign.groupby("round")[names].mean().dropna(how="all")
+    return means.reset_index().assign(criterion_from_round=run.criterion_from_round)
+
+
+def _seed_metrics(
+    run: Run, seed: int, summary: Mapping[str, Any], benign: pd.DataFrame
+) -> dict[str, float]:
     """Compute the metrics of one seed: scores of benign agents at the last round, and costs."""
-    records = run.records_of(seed)
-    benign = records[~records.malicious.to_numpy()]
     last = benign[benign["round"].to_numpy() == summary["round"]]
     names = [*RUN_METRICS, *chosen_infos({**run.custom_metrics, "test_loss": METRICS["test_loss"]})]
     metrics = {name: summary[name] for name in names if name in summary}
