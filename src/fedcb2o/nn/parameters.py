@@ -80,9 +80,13 @@ def dimension(module: nn.Module) -> int:
 
 
 class LastLayer(NamedTuple):
-    """Place of a network's last linear layer in theta: its weight [C, h], row by row, and its bias.
+    """Place of a network's last linear layer in theta.
 
-    `bias` is None for a layer without one.
+    Attributes:
+        weight: Where the weight [C, h] lies, row by row.
+        classes: The number C of classes.
+        width: The number h of inputs of the layer.
+        bias: Where the bias [C] lies; None for a layer without one.
     """
 
     weight: slice
