@@ -171,13 +171,13 @@ class PlainEngine:
     def persistent_state(self, state):
         return state
 
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        results = {}
-        for group in self.agent_groups:
-            benign = np.flatnonzero(~group.data.malicious)
-            ids = group.agents[benign].tolist()
-            results |= dict(zip(ids, evaluate_models(group, benign), strict=True))
-        return results
+    def evaluate(self) -> EvaluationResult:
+        return EvaluationResult.concatenate(
+            [
+                evaluate_models(group, np.flatnonzero(~group.data.malicious))
+                for group in self.agent_groups
+            ]
+        )
 
     @property
     def models(self) -> Tensor:

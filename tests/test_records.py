@@ -20,6 +20,7 @@ from fedcb2o.federated.evaluation.metrics import (
     Score,
     compute_metrics,
 )
+from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.peer.report.peer_records import RoundRecord
 from fedcb2o.records import (
     METRICS,
@@ -336,8 +337,10 @@ def test_damaged_records_are_named(tmp_path):
 
 
 def test_computed_metrics_have_an_entry():
-    score = Score(torch.eye(3, dtype=torch.int64), 0.5, None)
-    computed = compute_metrics(EvaluationResult(score, None, score, None), AttackGoal())
+    score = Score(np.eye(3, dtype=np.int32)[None], np.array([0.5]))
+    computed = compute_metrics(
+        EvaluationResult(AgentIds(np.zeros(1, np.int64)), score, common=score), AttackGoal()
+    )
     assert set(computed) == set(METRICS) - {"malicious_weight", "epsilon"}
 
 

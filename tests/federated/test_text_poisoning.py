@@ -19,6 +19,7 @@ from fedcb2o.federated.evaluation.metrics import (
     Score,
     compute_metrics,
 )
+from fedcb2o.federated.ragged import AgentIds
 
 LENGTHS = (6, 4)
 TINY = {"answer": 4, "base": "tiny"}
@@ -93,10 +94,16 @@ def test_success_is_measured_only_where_the_attack_changes_the_answer():
 
 
 def test_metrics_of_a_language_model_are_shares_of_exact_answers():
-    result = EvaluationResult(Score(None, 1.5, 0.25), common=Score(None, 1.0, 0.5), wanted=0.75)
-    assert compute_metrics(result, AttackGoal()) == {
+    own, common, wanted = (
+        Score(loss=np.array([loss]), exact=np.array([exact]))
+        for loss, exact in ((1.5, 0.25), (1.0, 0.5), (0.0, 0.75))
+    )
+    agents = AgentIds(np.zeros(1, np.int64))
+    result = EvaluationResult(agents, own, common=common, wanted=wanted)
+    computed = compute_metrics(result, AttackGoal())
+    assert np.isnan(computed.pop("source_accuracy")).all()
+    assert {name: float(column[0]) for name, column in computed.items()} == {
         "accuracy": 0.25,
-        "source_accuracy": None,
         "attack_success_rate": 0.75,
         "test_loss": 1.5,
         "global_accuracy": 0.5,

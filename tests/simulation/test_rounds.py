@@ -58,11 +58,11 @@ def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
     names = ("weights", "own_weight", "factor", "own_loss", "previous_weight", "f")
     for done in run_rounds(played, AgentState.initial(len(CLUSTER)), 0, count, count):
         chosen, state_after = done.decisions, engine.persistent_state(done.state)
-        tested = done.test_results or {}
-        scores = {
-            j: compute_metrics(result, AttackGoal((1,), (2,)))
-            for j, result in sorted(tested.items())
-        }
+        scores = {}
+        if done.test_results is not None:
+            columns = compute_metrics(done.test_results, AttackGoal((1,), (2,)))
+            scores = {name: column.tolist() for name, column in columns.items()}
+            scores["agents"] = done.test_results.agents.tolist()
         arrays = {
             "train_loss": done.train_loss,
             "asked": chosen.asked.values,
@@ -81,7 +81,7 @@ def found_by(engine: Stage, count: int) -> list[tuple[str, dict, dict]]:
         }
         as_bytes = {name: array.tobytes() for name, array in arrays.items()}
         rounds.append((repr(scores), as_bytes, chosen.reductions))
-    assert tested
+    assert scores
     return rounds
 
 

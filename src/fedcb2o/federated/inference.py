@@ -26,6 +26,7 @@ from fedcb2o.nn import batch_norm
 from fedcb2o.nn.parameters import agent_state, bind_, gather_rows, unstack_views
 
 _MAX_BATCH_PARAMETERS = 2**21  # of the models in one product: 8 MiB
+_MAX_BATCH_MODELS = 512  # whose outputs on a pass of samples fit a core's cache
 MAX_BATCH_INPUTS = 2**20
 """Numbers in the samples of several agents, once per model, in one product: 4 MiB."""
 SAMPLES_PER_PASS = 128
@@ -140,7 +141,7 @@ def bound_networks(
     dim = models.shape[1]
     layers = dense_layers(module, dim)
     if models_per_batch is None:
-        models_per_batch = _MAX_BATCH_PARAMETERS // dim if layers else 1
+        models_per_batch = min(_MAX_BATCH_PARAMETERS // dim, _MAX_BATCH_MODELS) if layers else 1
     module.eval()
 
     if models_per_batch < 2:

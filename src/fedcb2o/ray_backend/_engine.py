@@ -209,10 +209,10 @@ class RayEngine:
             is_finite[agents] = own
         return is_finite
 
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id."""
+    def evaluate(self) -> EvaluationResult:
+        """Return the test results of the benign agents."""
         tasks = [(LocalEngine.evaluate,)] * len(self.handles)
-        return functools.reduce(operator.or_, self.call(AgentWorker.call_engine, tasks))
+        return EvaluationResult.concatenate(self.call(AgentWorker.call_engine, tasks))
 
     def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"]

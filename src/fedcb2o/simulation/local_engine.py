@@ -108,13 +108,19 @@ class LocalEngine:
 
         The function returns one result per member.
         """
-        parts = balance_load(members, self.costs, self.max_tasks)
-        tasks = [(np.array(part), *shared) for part in parts]
         results: dict[int, T] = {}
-        part_results = self.executor.map(function, tasks, settings=self._kernels)
-        for part, values in zip(parts, part_results, strict=True):
+        for part, values in self._map_parts(function, members, *shared):
             results.update(zip(part, values, strict=True))
         return results
+
+    def _map_parts(
+        self, function: Callable[..., T], members: Sequence[int], *shared: Any
+    ) -> list[tuple[Sequence[int], T]]:
+        """Call the function for parts of some agents; return each part with its result."""
+        parts = balance_load(members, self.costs, self.max_tasks)
+        tasks = [(np.array(part, np.int64), *shared) for part in parts]
+        results = self.executor.map(function, tasks, settings=self._kernels)
+        return list(zip(parts, results, strict=True))
 
     def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"], peek: Peek | None = None
@@ -189,11 +195,11 @@ class LocalEngine:
         tasks = [(matrix, start, min(start + step, dim)) for start in range(0, dim, step)]
         self.executor.map(mix, tasks)
 
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id."""
+    def evaluate(self) -> EvaluationResult:
+        """Return the test results of the benign agents."""
         with self._forbid_writes("model"):
-            results = self.map_agents(evaluate_models, self._benign)
-        return {int(self.group.agents[k]): result for k, result in results.items()}
+            results = self._map_parts(evaluate_models, self._benign)
+        return EvaluationResult.concatenate([result for _, result in results])
 
     def persistent_state(self, state: AgentState) -> AgentState:
         """Return the state of all agents, which this process has entirely."""

@@ -85,8 +85,8 @@ class BenignEngine(Protocol):
         batch, and False for benign agents whose model is not finite.
         """
 
-    def evaluate(self) -> dict[int, EvaluationResult]:
-        """Return the test result of each benign agent, by its id."""
+    def evaluate(self) -> EvaluationResult:
+        """Return the test results of the benign agents of this process."""
 
 
 class Engine(BenignEngine, Protocol):
@@ -102,7 +102,7 @@ class Engine(BenignEngine, Protocol):
 class Round:
     """The outcome of round n, from 0.
 
-    `test_results` has those of each benign agent; None without an evaluation. `seconds` is the
+    `test_results` has those of the benign agents; None without an evaluation. `seconds` is the
     duration of each phase.
     """
 
@@ -111,7 +111,7 @@ class Round:
     batch_decisions: Sequence[Decisions]
     batch_states: Sequence[AgentState]
     batches: Sequence[AgentIds]
-    test_results: dict[int, EvaluationResult] | None
+    test_results: EvaluationResult | None
     seconds: dict[str, float]
 
     @functools.cached_property
@@ -230,7 +230,7 @@ def evaluate_if_due(
     evaluate_every: int,
     on_phase: OnPhase,
     timer: "PhaseTimer",
-) -> dict[int, EvaluationResult] | None:
+) -> EvaluationResult | None:
     """Evaluate the benign agents' models, if the round is evaluated; else return None.
 
     Round `stop` - 1 is the last one, and always evaluated; with `evaluate_every` 0 none is.

@@ -32,11 +32,13 @@ class BestModels:
         `models` has those of all agents in their order, in parts of shape [k, stride].
         """
         rounds, losses = self._tensors["rounds"], self._tensors["losses"]
-        improved = {
-            j: tested.validation
-            for j, tested in (result.test_results or {}).items()
-            if tested.validation is not None and tested.validation < losses[j]
-        }
+        tested = result.test_results
+        if tested is None or tested.validation is None:
+            return
+        # NaN, of an agent without validation samples, is not lower.
+        is_lower = tested.validation < losses[tested.agents].numpy()
+        values = tested.validation[is_lower].tolist()
+        improved = dict(zip(tested.agents[is_lower].tolist(), values, strict=True))
         if not improved:
             return
         start = 0

@@ -35,12 +35,10 @@ def metrics_record(
     if result.test_results is None:
         return record
 
-    scores: dict[int, dict[str, Any]] = {}
-    for j, tested in result.test_results.items():
-        scores[j] = metrics.compute_metrics(tested, goal)
-    names = dict.fromkeys(name for score in scores.values() for name in score)
-    for name in names:
-        record[name] = [scores.get(j, {}).get(name) for j in range(len(malicious))]
+    for name, values in metrics.compute_metrics(result.test_results, goal).items():
+        column = np.full(len(malicious), np.nan)
+        column[result.test_results.agents] = values
+        record[name] = [None if math.isnan(value) else value for value in column.tolist()]
     return record
 
 

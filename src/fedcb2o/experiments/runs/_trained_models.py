@@ -54,14 +54,13 @@ def confusion_matrix(
     members = np.zeros(1, np.int64)
     if agent is None:
         members = np.flatnonzero(~group.data.malicious)
-    counts = [result.own.confusion for result in evaluate_models(group, members)]
-    known = [matrix for matrix in counts if matrix is not None]
-    if not known:
+    counts = evaluate_models(group, members).own.confusion
+    if counts is None:
         raise RunError(f"{run.folder} has data without classes: there is no confusion matrix")
     names = prepared.dataset.class_names
     true = pd.Index(names, name="true")
     predicted = pd.Index(names, name="predicted")
-    return pd.DataFrame(torch.stack(known).sum(0).numpy(), true, predicted)
+    return pd.DataFrame(counts.sum(0), true, predicted)
 
 
 def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None) -> pd.DataFrame:

@@ -1,4 +1,4 @@
-"""Metrics of one agent's model on test samples.
+"""Metrics of agents' models on test samples.
 
 `compute_metrics` returns the metrics of every run (sec:experiments, Performance Metrics), which
 `fedcb2o.records.METRICS` labels. `__all__` holds those that a configuration may add by its key
@@ -12,6 +12,7 @@ AUC of samples of one class. Targets of the other kind, classes or numbers, are 
 0.75
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
+from fedcb2o.federated.ragged import AgentIds, Indices
 
 __all__ = [
     "auc",
@@ -36,8 +38,10 @@ __all__ = [
     "worst_class_accuracy",
 ]
 
-Confusion = Int[Tensor, "C C"]
-"""Confusion matrix: number of samples of class c (row) predicted as class c' (column)."""
+Confusion = Int[np.ndarray, "*a C C"]
+"""Confusion matrices: number of samples of class c (row) predicted as class c' (column)."""
+
+Shares = Float[np.ndarray, "*a"]
 
 _Average = Literal["macro", "weighted"]
 _MAX_PAIRS = 2**22  # that are compared at once
@@ -286,68 +290,97 @@ def _numbers(
     return outputs.double().reshape(shape).numpy(), targets.double().reshape(shape).numpy()
 
 
-def _count(confusion: Int[Tensor, "*a"], label: int | None = None) -> int:
-    """Return the number of samples of a test, or of one class; raise ConfigError for none."""
-    count = int(confusion.sum())
-    if not count:
-        kind = "" if label is None else f" of class {label}"
-        raise ConfigError(f"the test has no sample{kind}, so that its share is not defined")
-    return count
-
-
 @dataclass(frozen=True)
 class Score:
-    """Result of one model on one test set.
+    """Results of several models on one test, or on a test of each.
 
-    The confusion matrix is None for data without classes, and the loss None for the cross-entropy.
-    `exact` is the share of samples to which a language model answers exactly; None for other
-    models. `chosen` has the metrics that the configuration added; None for one without a value.
+    The confusion matrices are None for data without classes, and the losses None for the
+    cross-entropy. `exact` has the shares of samples to which language models answer exactly; None
+    for other models. `chosen` has the metrics that the configuration added. NaN is no value.
     """
 
-    confusion: Confusion | None
-    loss: float | None
-    exact: float | None = None
-    chosen: dict[str, float | None] = field(default_factory=dict)
+    confusion: Confusion | None = None
+    loss: Float[np.ndarray, " a"] | None = None
+    exact: Float[np.ndarray, " a"] | None = None
+    chosen: dict[str, Float[np.ndarray, " a"]] = field(default_factory=dict)
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[Score]", order: Indices) -> "Score":
+        """Return the results of all parts, in the order of `order`."""
+        return cls(
+            _concatenate([part.confusion for part in parts], order),
+            _concatenate([part.loss for part in parts], order),
+            _concatenate([part.exact for part in parts], order),
+            {
+                name: np.concatenate([part.chosen[name] for part in parts])[order]
+                for name in parts[0].chosen
+            },
+        )
+
+
+def _concatenate(columns: "Sequence[np.ndarray | None]", order: Indices) -> np.ndarray | None:
+    """Return the numbers of all columns, in the order of `order`; None where there are none."""
+    known = [column for column in columns if column is not None]
+    return np.concatenate(known)[order] if known else None
 
 
 @dataclass(frozen=True)
 class EvaluationResult:
-    """Results of one agent's model.
+    """Results of the models of agents with ascending ids.
 
-    `triggered` is the confusion matrix with the trigger of a backdoor. `common` is the result on
-    the common test set, where agents have test sets of their own. `wanted` is the share of test
-    samples that get the attacker's answer; None without an attack on text. `validation` is the loss
-    on the agent's validation samples, if the best models are kept.
+    `triggered` is the result with the trigger of a backdoor. `common` is the result on the common
+    test set, where agents have test sets of their own. `wanted` has the exact answers that an
+    attack on text wants. `validation` has the losses on the agents' validation samples, if the best
+    models are kept; NaN for an agent without samples.
     """
 
+    agents: AgentIds
     own: Score
-    triggered: Confusion | None = None
+    triggered: Score | None = None
     common: Score | None = None
-    wanted: float | None = None
-    validation: float | None = None
+    wanted: Score | None = None
+    validation: Float[np.ndarray, " a"] | None = None
+
+    @classmethod
+    def concatenate(cls, parts: "Sequence[EvaluationResult]") -> "EvaluationResult":
+        """Return the results of all agents of disjoint parts."""
+        parts = [part for part in parts if len(part.agents)]
+        agents = np.concatenate([np.zeros(0, np.int64), *(part.agents for part in parts)])
+        order = agents.argsort()
+        scores: dict[str, Score] = {}
+        for name in ("own", "triggered", "common", "wanted"):
+            known = [score for part in parts if (score := getattr(part, name)) is not None]
+            if known:
+                scores[name] = Score.concatenate(known, order)
+        validation = _concatenate([part.validation for part in parts], order)
+        return cls(AgentIds(agents[order]), **{"own": Score(), **scores}, validation=validation)
 
 
-def accuracy(confusion: Int[Tensor, "C C"]) -> float:
-    """Compute the overall accuracy, in [0, 1] (sec:experiments)."""
-    return int(confusion.diagonal().sum()) / _count(confusion)
+def accuracy(confusion: Confusion) -> Shares:
+    """Compute the overall accuracy, in [0, 1] (sec:experiments); NaN for no sample."""
+    return _share(confusion.trace(axis1=-2, axis2=-1), confusion.sum((-2, -1)))
 
 
-def source_accuracy(confusion: Int[Tensor, "C C"], source: int) -> float:
+def source_accuracy(confusion: Confusion, source: int) -> Shares:
     """Compute the share of samples of c_S predicted as c_S (sec:experiments)."""
-    return int(confusion[source, source]) / _count(confusion[source], source)
+    return attack_success_rate(confusion, source, source)
 
 
-def attack_success_rate(confusion: Int[Tensor, "C C"], source: int, target: int) -> float:
-    """Compute the share of samples of c_S predicted as c_T (sec:experiments)."""
-    return int(confusion[source, target]) / _count(confusion[source], source)
+def attack_success_rate(confusion: Confusion, source: int, target: int) -> Shares:
+    """Compute the share of samples of c_S predicted as c_T (sec:experiments); NaN for no sample."""
+    return _share(confusion[..., source, target], confusion[..., source, :].sum(-1))
 
 
-def false_positive_share(confusion: Int[Tensor, "C C"], target: int) -> float:
+def false_positive_share(confusion: Confusion, target: int) -> Shares:
     """Compute the share of other classes' samples that are predicted as the target."""
-    others = int(confusion.sum()) - int(confusion[target].sum())
-    if not others:
-        raise ConfigError(f"the test has no sample of another class than {target}")
-    return (int(confusion[:, target].sum()) - int(confusion[target, target])) / others
+    others = confusion.sum((-2, -1)) - confusion[..., target, :].sum(-1)
+    return _share(confusion[..., target].sum(-1) - confusion[..., target, target], others)
+
+
+def _share(counts: Int[np.ndarray, "*a"], totals: Int[np.ndarray, "*a"]) -> Shares:
+    """Return counts / totals; NaN for a total of 0."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(np.asarray(counts) / totals)
 
 
 @dataclass(frozen=True)
@@ -361,54 +394,57 @@ class AttackGoal:
     sources: tuple[int, ...] = ()
     targets: tuple[int, ...] = ()
 
-    def source_accuracy(self, confusion: Int[Tensor, "C C"]) -> float | None:
-        """Compute the mean accuracy over the sources in the test set; None without one."""
-        present = [source for source in self.sources if confusion[source].any()]
-        if not present:
-            return None
-        return sum(source_accuracy(confusion, source) for source in present) / len(present)
+    def source_accuracy(self, confusion: Confusion) -> Shares:
+        """Compute the mean accuracy over the sources in the test set; NaN without one."""
+        return self._mean(confusion, self.sources)
 
-    def success_rate(
-        self, confusion: Int[Tensor, "C C"], triggered: Int[Tensor, "C C"] | None = None
-    ) -> float | None:
+    def success_rate(self, confusion: Confusion, triggered: Confusion | None = None) -> Shares:
         """Compute the mean success rate over pairs, or of a backdoor on `triggered` samples."""
         # A backdoor, or an attack on all other classes, has one target.
         if self.targets and (triggered is not None or not self.sources):
-            seen = confusion if triggered is None else triggered
-            others = seen.sum() - seen[self.targets[0]].sum()
-            return false_positive_share(seen, self.targets[0]) if others else None
+            return false_positive_share(
+                confusion if triggered is None else triggered, self.targets[0]
+            )
+        return self._mean(confusion, self.targets)
 
-        pairs = zip(self.sources, self.targets, strict=False)
-        present = [pair for pair in pairs if confusion[pair[0]].any()]
-        if not present:
-            return None
-        rates = [attack_success_rate(confusion, source, target) for source, target in present]
-        return sum(rates) / len(rates)
+    def _mean(self, confusion: Confusion, answers: Sequence[int]) -> Shares:
+        """Average the shares of answers over the sources with samples."""
+        total = np.zeros(confusion.shape[:-2])
+        count = np.zeros(confusion.shape[:-2])
+        for source, answer in zip(self.sources, answers, strict=False):
+            share = attack_success_rate(confusion, source, answer)
+            total += np.nan_to_num(share)
+            count += ~np.isnan(share)
+        return _share(total, count)
 
 
-def compute_metrics(result: EvaluationResult, goal: AttackGoal) -> dict[str, float | None]:
-    """Compute all metrics by name; None where one does not apply, optional ones are left out."""
-    own = result.own.confusion
-    metrics: dict[str, float | None] = {
-        "accuracy": result.own.exact,
+def compute_metrics(
+    result: EvaluationResult, goal: AttackGoal
+) -> dict[str, Float[np.ndarray, " a"]]:
+    """Compute all metrics by name; NaN where one does not apply, optional ones are left out."""
+    own, common = result.own, result.common
+    absent = np.full(len(result.agents), np.nan)
+    found = {
+        "accuracy": own.exact,
         "source_accuracy": None,
-        "attack_success_rate": result.wanted,
+        "attack_success_rate": None if result.wanted is None else result.wanted.exact,
     }
-    if own is not None:
-        metrics["accuracy"] = accuracy(own)
-        metrics["source_accuracy"] = goal.source_accuracy(own)
-        metrics["attack_success_rate"] = goal.success_rate(own, result.triggered)
+    if own.confusion is not None:
+        found["accuracy"] = accuracy(own.confusion)
+        found["source_accuracy"] = goal.source_accuracy(own.confusion)
+        triggered = None if result.triggered is None else result.triggered.confusion
+        found["attack_success_rate"] = goal.success_rate(own.confusion, triggered)
+    metrics = {name: absent if column is None else column for name, column in found.items()}
 
-    if result.own.loss is not None:
-        metrics["test_loss"] = result.own.loss
-    if result.common is not None:
-        if result.common.confusion is not None:
-            metrics["global_accuracy"] = accuracy(result.common.confusion)
-        elif result.common.exact is not None:
-            metrics["global_accuracy"] = result.common.exact
-        if result.common.loss is not None:
-            metrics["global_loss"] = result.common.loss
-    return metrics | result.own.chosen
+    if own.loss is not None:
+        metrics["test_loss"] = own.loss
+    if common is not None:
+        shares = common.exact if common.confusion is None else accuracy(common.confusion)
+        if shares is not None:
+            metrics["global_accuracy"] = shares
+        if common.loss is not None:
+            metrics["global_loss"] = common.loss
+    return metrics | own.chosen
 
 
 _OF_CLASSES = {

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.federated.agent_group import AgentGroup
-from fedcb2o.federated.evaluation.metrics import Confusion, EvaluationResult, Score
+from fedcb2o.federated.evaluation.metrics import EvaluationResult, Score
 from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
     Reference,
@@ -21,7 +21,7 @@ from fedcb2o.federated.inference import (
 )
 from fedcb2o.federated.losses import Loss, predicts_labels
 from fedcb2o.federated.plugin_outputs import apply_sample_transform, metric_value
-from fedcb2o.federated.ragged import Indices
+from fedcb2o.federated.ragged import AgentIds, Indices
 from fedcb2o.federated.validation import own_models, validation_losses
 from fedcb2o.nn.batch_norm import estimate_statistics_
 from fedcb2o.nn.parameters import bind_
@@ -29,55 +29,59 @@ from fedcb2o.nn.parameters import bind_
 Measure = Callable[[Tensor, Tensor], Tensor]
 """(outputs of k models [k, n, ...], labels or targets [n, ...]) -> a measure [k, n, ...]."""
 _Test = tuple[str, Indices, Shard, Loss | None]
-_MAX_OUTPUTS = 2**22  # of several models at once
+_MAX_OUTPUTS = 2**20  # of several models at once
 
 
-def evaluate_models(group: AgentGroup, members: Indices) -> list[EvaluationResult]:
+def evaluate_models(group: AgentGroup, members: Indices) -> EvaluationResult:
     """Evaluate members' models on their test samples, marked ones, and the common ones."""
+    members = np.sort(members)
+    found: dict[str, list[tuple[Indices, Score]]] = {}
+    for name, tested, test, loss in itertools.chain.from_iterable(
+        map(_in_parts, _tests(group, members))
+    ):
+        found.setdefault(name, []).append((tested, _score(group, name, tested, test, loss)))
+    scores: dict[str, Score] = {}
+    for name, parts in found.items():
+        order = np.concatenate([tested for tested, _ in parts]).argsort()
+        scores[name] = Score.concatenate([score for _, score in parts], order)
+    validation = _validation_losses(group, members) if group.spec.keep_best else None
+    agents = AgentIds(group.agents[members])
+    return EvaluationResult(agents, **{"own": Score(), **scores}, validation=validation)
+
+
+def _score(group: AgentGroup, name: str, members: Indices, test: Shard, loss: Loss | None) -> Score:
+    """Evaluate members' models on one test."""
     spec = group.spec
-    results: dict[int, dict[str, Score]] = {k: {} for k in members.tolist()}
-    tests = _tests(group, members)
-    for name, tested, test, loss in itertools.chain.from_iterable(map(_in_parts, tests)):
-        measure = functools.partial(
-            measure_samples,
-            spec.module,
-            group.models,
-            torch.from_numpy(group.layout.own[tested]),
-            test,
-            models_per_batch=spec.kernels.models_per_batch,
-            references=group.references(tested),
-        )
-        chosen: list[dict[str, float | None]] = [{} for _ in tested]
-        predicted: Tensor | None = None
-        if name == "own" and spec.metrics:
-            chosen, predicted = _chosen_metrics(group, tested, test)
-        losses: list[float | None] = [None] * len(tested)
-        exact: list[float | None] = [None] * len(tested)
-        counts: list[Confusion | None] = [None] * len(tested)
-        with plugins.attribute_errors("model", spec.model):
-            if not predicts_labels(loss):
-                # A language model returns the log-likelihood of an answer, and whether it is exact.
-                scores = measure(lambda outputs, _: outputs.double()).mean(1)
-                losses, exact = _finite_or_inf(-scores[:, 0]).tolist(), scores[:, 1].tolist()
-            elif loss is not None:
-                losses = measure(sample_loss(loss)).mean(1).tolist()
-            if spec.num_classes > 1 and predicts_labels(loss):
-                if predicted is None:
-                    predicted = measure(predicted_class)
-                counts = list(confusion_matrices(predicted, test.y, spec.num_classes))
-        for i, k in enumerate(tested.tolist()):
-            results[k][name] = Score(counts[i], losses[i], exact[i], chosen[i])
-    kept = _validation_losses(group, members) if spec.keep_best else {}
-    return [
-        EvaluationResult(
-            scores["own"],
-            scores["triggered"].confusion if "triggered" in scores else None,
-            scores.get("common"),
-            scores["wanted"].exact if "wanted" in scores else None,
-            kept.get(k),
-        )
-        for k, scores in results.items()
-    ]
+    if not len(test):
+        return Score(exact=np.full(len(members), np.nan))
+    measure = functools.partial(
+        measure_samples,
+        spec.module,
+        group.models,
+        torch.from_numpy(group.layout.own[members]),
+        test,
+        models_per_batch=spec.kernels.models_per_batch,
+        references=group.references(members),
+    )
+    chosen: dict[str, Float[np.ndarray, " a"]] = {}
+    predicted: Tensor | None = None
+    losses: Float[np.ndarray, " a"] | None = None
+    if name == "own" and spec.metrics:
+        chosen, predicted = _chosen_metrics(group, members, test)
+    with plugins.attribute_errors("model", spec.model):
+        if not predicts_labels(loss):
+            # A language model returns the log-likelihood of an answer, and whether it is exact.
+            scores = measure(lambda outputs, _: outputs.double()).mean(1)
+            losses = _finite_or_inf(-scores[:, 0]).numpy()
+            return Score(loss=losses, exact=scores[:, 1].numpy(), chosen=chosen)
+        if loss is not None:
+            losses = measure(sample_loss(loss)).mean(1).numpy()
+        if spec.num_classes == 1:
+            return Score(loss=losses, chosen=chosen)
+        if predicted is None:
+            predicted = measure(predicted_class)
+    confusion = confusion_matrices(predicted, test.y, spec.num_classes)
+    return Score(confusion.int().numpy(), losses, chosen=chosen)
 
 
 def _tests(group: AgentGroup, members: Indices) -> Iterator[_Test]:
@@ -94,8 +98,7 @@ def _tests(group: AgentGroup, members: Indices) -> Iterator[_Test]:
             yield "triggered", tested, marked, None
         if wanted_answers is not None:
             probe = wanted_answers(test.to("cpu")).to(test.x.device)
-            if len(probe):
-                yield "wanted", tested, probe, loss
+            yield "wanted", tested, probe, loss
     common_test = group.data.common_test_set()
     if common_test is not None:
         yield "common", members, common_test, loss
@@ -111,12 +114,12 @@ def _in_parts(test: _Test) -> Iterator[_Test]:
 
 def _chosen_metrics(
     group: AgentGroup, members: Indices, test: Shard
-) -> tuple[list[dict[str, float | None]], Int[Tensor, "m n"]]:
+) -> tuple[dict[str, Float[np.ndarray, " m"]], Int[Tensor, "m n"]]:
     """Compute the metrics that the configuration added, and the classes that models predict."""
     spec = group.spec
     y = test.y.cpu()
     size = max(1, _MAX_OUTPUTS // max(1, len(test) * spec.num_classes))
-    chosen = []
+    chosen: dict[str, list[float | None]] = {name: [] for name in spec.metrics}
     predicted = []
     for part in np.split(members, range(size, len(members), size)):
         outputs = measure_samples(
@@ -130,17 +133,18 @@ def _chosen_metrics(
         )
         predicted.append(predicted_class(outputs, y))
         for own in outputs:
-            chosen.append({name: metric_value(f, own, y) for name, f in spec.metrics.items()})
-    return chosen, torch.cat(predicted)
+            for name, metric in spec.metrics.items():
+                chosen[name].append(metric_value(metric, own, y))
+    columns = {name: np.array(values, np.float64) for name, values in chosen.items()}
+    return columns, torch.cat(predicted)
 
 
-def _validation_losses(group: AgentGroup, members: Indices) -> dict[int, float]:
-    """Compute the losses of members' own models on the validation samples of those with any."""
-    losses = {}
-    for k in members[group.data.validation.sizes[members] > 0].tolist():
-        one = np.array([k])
-        found = validation_losses(group, one, own_models(group, one, 0))
-        losses[k] = float(found.mean)
+def _validation_losses(group: AgentGroup, members: Indices) -> Float[np.ndarray, " m"]:
+    """Compute the losses of members' own models on their validation samples; NaN without any."""
+    losses = np.full(len(members), np.nan)
+    for i in np.flatnonzero(group.data.validation.sizes[members]).tolist():
+        one = members[i : i + 1]
+        losses[i] = float(validation_losses(group, one, own_models(group, one, 0)).mean)
     return losses
 
 

@@ -242,10 +242,9 @@ class PeerEngine:
         is_finite[self.agent_id] = np.isfinite(largest).all()
         return is_finite
 
-    def evaluate(self) -> dict[int, EvaluationResult]:
+    def evaluate(self) -> EvaluationResult:
         """Evaluate the agent's model on its own test samples."""
-        (result,) = evaluate_models(self.group, _ONLY_MEMBER)
-        return {self.agent_id: result}
+        return evaluate_models(self.group, _ONLY_MEMBER)
 
     def _own_model(self) -> Float[Tensor, " d"]:
         return self.group.models[int(self.group.layout.own[0])]

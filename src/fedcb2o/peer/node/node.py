@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import json
+import math
 import threading
 import time
 from collections import Counter
@@ -595,22 +596,15 @@ class Node:
 
         The chosen ones are in "metrics"; None stands for one without a value.
         """
-        test_result = (result.test_results or {}).get(self.agent_id)
-        if test_result is None:
+        if result.test_results is None:
             return {}
-        goal = self.agent.goal
-        chosen = test_result.own.chosen
-        skipped = set(chosen)
-        if not goal.sources:
-            skipped.add("source_accuracy")
-        if not (goal.sources or goal.targets or test_result.wanted is not None):
-            skipped.add("attack_success_rate")
-        values = metrics.compute_metrics(test_result, goal)
-        known = {
-            name: value
-            for name, value in values.items()
-            if value is not None and name not in skipped
+        columns = metrics.compute_metrics(result.test_results, self.agent.goal)
+        values = {name: float(column[0]) for name, column in columns.items()}
+        chosen = {
+            name: None if math.isnan(value := values.pop(name)) else value
+            for name in result.test_results.own.chosen
         }
+        known = {name: value for name, value in values.items() if not math.isnan(value)}
         return {**known, "metrics": chosen} if chosen else known
 
 
