@@ -18,6 +18,7 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions
+from fedcb2o.federated.loss_groups import target_quantiles
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.nn import parameters
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine
@@ -351,6 +352,42 @@ def test_an_agent_may_predict_numbers():
     )
     decision = agent.aggregate({"b": nn.Linear(2, 1).state_dict()})
     assert decision.own_loss > 0
+
+
+def test_groups_of_targets_stand_for_classes_as_those_of_a_judge():
+    x = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
+    y = x.sum(1, keepdim=True)
+    groups = target_quantiles(x, y, bins=3)
+
+    def regression(scale):
+        network = nn.Linear(2, 1, bias=False)
+        nn.init.constant_(network.weight, scale)
+        return network
+
+    def judge(states):
+        losses = [(x @ state["weight"].T - y).square()[:, 0] for state in states]
+        return torch.stack(losses), groups
+
+    method = {"name": "fedcb2o", "alpha": 5.0, "beta": 1.0, "criterion": "class_loss_gap"}
+    models = {"a": regression(0.9).state_dict(), "b": regression(1.5).state_dict()}
+    weights = {}
+    own = {"name": "target_quantiles", "bins": 3}
+    for kind, keywords in {
+        "judge": {"judge": judge},
+        "groups": {"validation": (x, y), "loss": "squared_error", "loss_groups": own},
+        "none": {"validation": (x, y), "loss": "squared_error"},
+    }.items():
+        agent = Agent(regression(0.5), method=method, **keywords)
+        if kind == "groups":
+            agent = pickle.loads(pickle.dumps(agent))
+        weights[kind] = agent.aggregate(models).weights
+    assert weights["groups"] == pytest.approx(weights["judge"], abs=1e-6)
+    assert weights["groups"] != pytest.approx(weights["none"], abs=0.1)
+    with pytest.raises(ConfigError, match="`judge` returns the group of each sample"):
+        Agent(regression(0.5), judge=judge, loss_groups=own)
+    feature = {"name": "feature_quantiles", "feature": 5}
+    with pytest.raises(ConfigError, match="must be below 2, got 5"):
+        Agent(regression(0.5), validation=(x, y), loss="squared_error", loss_groups=feature)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from torch import nn
 
 from fedcb2o import Agent
 from fedcb2o.data import digits
-from fedcb2o.flower import AgentMod, AttackMod, PeerRelay, training_data
+from fedcb2o.flower import AgentMod, AttackMod, PeerRelay, output_metrics, training_data
 
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
 
@@ -47,9 +47,11 @@ def train(message, context):
 def evaluate(message, context):
     net = network()
     net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-    right = (net(digits().test.x).argmax(1) == digits().test.y).float()
-    metrics = MetricRecord({"num-examples": len(right), "accuracy": right.mean().item()})
-    return Message(RecordDict({"metrics": metrics}), reply_to=message)
+    test = digits().test
+    outputs = net(test.x)
+    values = {"num-examples": len(test), **output_metrics(outputs, test.y, ["auc"])}
+    values["accuracy"] = (outputs.argmax(1) == test.y).float().mean().item()
+    return Message(RecordDict({"metrics": MetricRecord(values)}), reply_to=message)
 
 
 @server.main()

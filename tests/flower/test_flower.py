@@ -117,6 +117,8 @@ def test_a_client_mixes_like_an_agent_in_a_loop():
     torch.testing.assert_close(model_of(grid, 0), agent.network.weight.data, rtol=0, atol=0)
     first = str(min(grid.contexts))
     assert relay.decisions[first]["weights"] == pytest.approx([*decision.weights.values()])
+    theta = agent.network.weight.data.flatten().tolist()
+    assert relay.metrics[first] == {"num-examples": 3, "theta": theta}
 
 
 def test_the_relay_forwards_only_chosen_models():

@@ -126,3 +126,4 @@ def test_the_example_runs_over_a_superlink_and_supernodes(tmp_path, stack):
     output = flower.run(EXAMPLE, "--run-config", "rounds=1 budget=1")
     (accuracy,) = set(re.findall(r"'accuracy': (0\.\d+)", output)) or {0.0}
     assert float(accuracy) > 0.5, output
+    assert re.search(r"'auc': 0\.[89]", output)

@@ -86,6 +86,8 @@ class Agent:
         id: Number of the agent, where peers are numbers from 0, too. It then draws the random
             numbers of the agent of that number in a simulation with the same seed.
         loss: Name or function of the loss of a sample; by default the cross-entropy.
+        loss_groups: Name, table or function of groups of validation samples that stand for classes
+            in criteria, as `agents.loss_groups` of a run.
         gamma: Step size of the local training, for methods that mix by lambda1 * gamma.
         rounds: Number of rounds planned, for methods that depend on the progress.
         num_samples: Number of the agent's training samples, for rules that weigh by them; by
@@ -116,6 +118,7 @@ class Agent:
         seed: int = 0,
         id: int | None = None,
         loss: PluginChoice | None = None,
+        loss_groups: PluginChoice | None = None,
         gamma: float = 0.05,
         rounds: int = 100,
         num_samples: int | None = None,
@@ -124,6 +127,8 @@ class Agent:
     ) -> None:
         if (validation is None) == (judge is None):
             raise ConfigError("an agent needs `validation` samples or a `judge`, and not both")
+        if judge is not None and loss_groups is not None:
+            raise ConfigError("a `judge` returns the group of each sample, in place of its class")
         is_network = isinstance(network, nn.Module)
         if judge is None and not is_network:
             raise ConfigError("an agent without a network needs a `judge` in place of `validation`")
@@ -142,6 +147,7 @@ class Agent:
             method=method,
             attack=attack,
             loss=loss,
+            loss_groups=loss_groups,
             seed=seed,
             gamma=gamma,
             rounds=rounds,

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -15,8 +16,10 @@ from torch import nn
 
 from fedcb2o.data import Shard, features, inputs, match_samples, sources
 from fedcb2o.errors import ConfigError, DataError, require
+from fedcb2o.federated import loss_groups as group_functions
 from fedcb2o.federated import losses, part_checks
 from fedcb2o.federated.algorithms.section import AlgorithmSection
+from fedcb2o.federated.loss_groups import grouped
 from fedcb2o.federated.run_spec import RunSpec, Training
 from fedcb2o.federated.sections import AgentsSection, Component, as_component
 from fedcb2o.nn import parameters
@@ -34,6 +37,7 @@ class Settings:
     method: Any
     attack: Any
     loss: Any
+    loss_groups: Any
     seed: int
     gamma: float
     rounds: int
@@ -63,9 +67,7 @@ class Settings:
         algorithm = section.build()
         if algorithm.clusters is not None:
             raise ConfigError(f"the algorithm `{section.name}` has models of clusters")
-        loss = None
-        if self.loss is not None:
-            loss = Component.model_validate(as_component(self.loss)).resolve("loss", losses).bound
+        loss = _bound("loss", self.loss, losses)
         return RunSpec(
             seed=int(self.seed),
             num_agents=2,
@@ -78,6 +80,7 @@ class Settings:
             training=Training(gamma=float(self.gamma), loss=loss),
             algorithm=algorithm,
             malicious_share=self.malicious_share,
+            loss_groups=_bound("loss groups", self.loss_groups, group_functions),
             # Claims of peers are compared as float64, which is exact up to here.
             max_samples=2**53,
         )
@@ -97,6 +100,13 @@ class Settings:
         return dataclasses.replace(self, num_classes=num_classes)
 
 
+def _bound(kind: str, choice: Any, module: ModuleType) -> Any:
+    """Return a chosen function with its checked parameters; None without a choice."""
+    if choice is None:
+        return None
+    return Component.model_validate(as_component(choice)).resolve(kind, module).bound
+
+
 def is_whole(value: Any, least: int) -> bool:
     """Return whether a value is a whole number of Python or NumPy, at least `least`."""
     is_number = isinstance(value, int | np.integer) and not isinstance(value, bool)
@@ -110,11 +120,13 @@ def evaluation_copy(network: nn.Module) -> nn.Module:
 
 
 def check_parts(spec: RunSpec, validation: Shard) -> bool:
-    """Check that the network and the loss are functions of one sample.
+    """Check that the network and the loss are functions of one sample, and the loss groups.
 
     A network or loss that mixes samples is a ConfigError. Returns whether the network draws random
     numbers in evaluation.
     """
+    if spec.loss_groups is not None:
+        grouped(spec.loss_groups, validation.x[None], validation.y[None])
     networks = [evaluation_copy(spec.module), evaluation_copy(spec.module)]
     part_checks.check_model(
         spec.model,

@@ -4,6 +4,7 @@
 - `AgentMod`, a client mod, chooses these peers and mixes their models with an `Agent`.
 - `RobustStrategy` and `FlandersStrategy` keep a server, which aggregates by a robust rule.
 - `AttackMod` makes a client malicious.
+- `output_metrics` computes a client's metrics by name, such as AUC.
 
 A round of Algorithm 1 is a round of Flower: clients train (LocalUpdate), then evaluate
 (LocalAggregation, and the user's own evaluation). The relay sees all models.
@@ -17,6 +18,7 @@ if find_spec("flwr") is None:
     )
 
 from fedcb2o.flower._mods import AgentMod, AttackMod, training_data
+from fedcb2o.flower._numbers import output_metrics
 from fedcb2o.flower._relay import PeerRelay
 from fedcb2o.flower._robust import FlandersStrategy, RobustStrategy
 
@@ -26,5 +28,6 @@ __all__ = [
     "FlandersStrategy",
     "PeerRelay",
     "RobustStrategy",
+    "output_metrics",
     "training_data",
 ]

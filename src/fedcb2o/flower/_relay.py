@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
 from flwr.serverapp.strategy import FedAvg
 
 from fedcb2o.errors import ConfigError
@@ -32,6 +32,7 @@ class PeerRelay(FedAvg):
         decisions: Decision of each client in the last round, by its node id: a `ConfigRecord` with
             "peers", "weights", "own-weight", "refused", the "reasons" of the refused ones, and the
             client's "partition-id", if any.
+        metrics: Metrics that each client sent in the last round, by its node id.
     """
 
     def __init__(self, budget: int, **keywords: Any) -> None:
@@ -40,6 +41,7 @@ class PeerRelay(FedAvg):
         super().__init__(**by_median(keywords))
         self.budget = budget
         self.decisions: dict[str, ConfigRecord] = {}
+        self.metrics: dict[str, MetricRecord] = {}
         self._candidates: list[str] = []
         self._updates: dict[str, RecordDict] = {}
 
@@ -94,6 +96,10 @@ class PeerRelay(FedAvg):
         contents = usable_metrics(replies, self.weighted_by_key)
         decisions = {sender: c.config_records.get(DECISION) for sender, c in contents.items()}
         self.decisions = {sender: d for sender, d in decisions.items() if d is not None}
+        self.metrics = {
+            sender: next(iter(content.metric_records.values()))
+            for sender, content in contents.items()
+        }
         if not contents:
             return None
         return self.evaluate_metrics_aggr_fn(list(contents.values()), self.weighted_by_key)
