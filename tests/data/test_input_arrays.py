@@ -187,6 +187,7 @@ def test_labels_are_accepted_in_any_column(labels, expected):
         ([{"a": 1}, {"a": 2}], r"got dict: make a table of them \(pandas.DataFrame\)"),
         ([1, "1"], "`x` must hold numbers or words, of one kind, got int and str$"),
         ([[1, "u", 2, "v"]], "got int and str: words are in column 1, 3 .from 0.; leave them out"),
+        (FRAME.assign(c="u", d="v"), r"`x` must hold numbers, and its columns 'c', 'd' hold words"),
         (FRAME.assign(c=["u", "v"] * 2), r"`x\['c'\]` must hold numbers, got .*pandas.get_dummies"),
         (FRAME.assign(c=pd.Categorical(["u", "v"] * 2)), r"`x\['c'\]` must hold numbers"),
         (FRAME.assign(c=[1, "2"] * 2), r"`x\['c'\]` must hold .* of one kind, got int and str"),

@@ -124,6 +124,9 @@ def test_another_folder_of_a_call_is_named_with_the_difference(caplog):
     assert "`algorithm.name` is 'fedassay' there and 'fedcbo' here" in line
     assert "alpha" not in line
     assert "more" not in line
+    caplog.clear()
+    call(data=(X + 1, Y), rounds=2, gamma=0.125, algorithm=other)
+    assert "runs/run-4 holds an earlier run (`data` is another object): this" in caplog.text
 
 
 def test_the_title_of_a_call_is_that_of_its_algorithm_or_its_name():
@@ -141,6 +144,9 @@ def test_a_table_or_a_csv_file_has_its_owners_in_a_column():
     assert runs[0].records.equals(runs[1].records)
     by_owner = {ward: (X[ward == WARD], Y[ward == WARD]) for ward in "abcd"}
     assert call(data=by_owner, rounds=1).about(0)["names"] == ["a", "b", "c", "d"]
+    table.to_csv("patients.csv", index=False, sep=";")
+    with pytest.raises(DataError, match=r'pandas.read_csv\("patients.csv", sep=";"\)'):
+        call(data="patients.csv", **options)
 
 
 def test_keywords_change_an_experiment():

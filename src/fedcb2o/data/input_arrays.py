@@ -92,9 +92,17 @@ def to_numbers(name: str, values: Any, *, exact: bool = False) -> NDArray[Any]:
     if is_plain and not (exact and len(set(table.dtypes)) > 1):
         return table.to_numpy()
 
+    arrays = [to_array(f"{name}[{c!r}]", table.iloc[:, k]) for k, c in enumerate(table.columns)]
+    words = [str(c) for c, array in zip(table, arrays, strict=True) if array.dtype.kind == "U"]
+    if len(words) > 1:
+        raise DataError(
+            f"`{name}` must hold numbers, and its columns {', '.join(map(repr, words))} hold words:"
+            " leave out those without a meaning, and write others as numbers first, as"
+            " pandas.get_dummies does"
+        )
+
     columns = []
-    for position, column in enumerate(table.columns):
-        array = to_array(f"{name}[{column!r}]", table.iloc[:, position])
+    for column, array in zip(table.columns, arrays, strict=True):
         _check_is_numeric(f"{name}[{column!r}]", array)
         if array.ndim != 1:
             raise DataError(

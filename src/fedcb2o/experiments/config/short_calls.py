@@ -40,6 +40,8 @@ _SETTING_KEYS = {
     **{name: name for name in Experiment.model_fields},
 }
 """Keywords of settings, with their dotted keys."""
+GIVEN = f"{__name__}:given."
+"""Beginning of the names of parts that were given as objects."""
 _RUN_KEYS = ("seed", "seeds", "out", "data_dir", "workers", "memory", "resume", "watch", "track")
 
 
@@ -155,7 +157,13 @@ def _data_component(data: Any, options: Mapping[str, Any]) -> Any:
     if isinstance(data, str | Path) and str(data).endswith(".csv"):
         import pandas as pd
 
-        data = pd.read_csv(data)
+        path = str(data)
+        data = pd.read_csv(path)
+        if len(data.columns) == 1 and ";" in data.columns[0]:
+            raise DataError(
+                f"{path} separates its columns by semicolons: give the table in place of the file,"
+                f' `data=pandas.read_csv("{path}", sep=";")`'
+            )
     is_named = isinstance(data, str) or callable(data)
     if is_named or (isinstance(data, Mapping) and "name" in data):
         if options:

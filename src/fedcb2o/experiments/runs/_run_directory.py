@@ -8,6 +8,7 @@ from typing import Any
 from fedcb2o import records
 from fedcb2o.errors import RunError
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.config.short_calls import GIVEN
 from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.records import DamagedError, Manifest
 
@@ -125,8 +126,11 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str
     changed = [key for key in {**old, **new} if repr(old.get(key)) != repr(new.get(key))]
     functions = {key.removesuffix("name") for key in changed if key.endswith(".name")}
     for key in changed:
-        if key.endswith(".name") or not key.startswith(tuple(functions)):
-            yield f"`{key}` is {_value_text(was, key)} there and {_value_text(now, key)} here"
+        texts = _value_text(was, key), _value_text(now, key)
+        if all(GIVEN in text for text in texts):
+            yield f"`{key.removesuffix('.name')}` is another object"
+        elif key.endswith(".name") or not key.startswith(tuple(functions)):
+            yield f"`{key}` is {texts[0]} there and {texts[1]} here"
 
 
 def _value_text(settings: Mapping[str, Any], key: str) -> str:
