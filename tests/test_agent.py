@@ -354,7 +354,7 @@ def test_an_agent_may_predict_numbers():
     assert decision.own_loss > 0
 
 
-def test_groups_of_targets_stand_for_classes_as_those_of_a_judge():
+def test_groups_of_targets_equal_the_classes_of_a_judge():
     x = torch.randn(40, 2, generator=torch.Generator().manual_seed(1))
     y = x.sum(1, keepdim=True)
     groups = target_quantiles(x, y, bins=3)
