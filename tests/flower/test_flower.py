@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import importlib
 import re
 from pathlib import Path
 
@@ -13,6 +14,7 @@ flwr = pytest.importorskip("flwr", reason="Flower has an environment of its own:
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.supercore.task_identity import TaskIdentity
+from sklearn.metrics import roc_auc_score
 from tests.flower import same_run
 from torch import nn
 
@@ -337,6 +339,23 @@ def test_the_code_of_the_page_runs():
     grid = LoopGrid(make_app([AgentMod(namespace["make_agent"])]), 3)
     agent = namespace["make_agent"](next(iter(grid.contexts.values())))
     assert agent.select(["1", "2"], 2) == ["1", "2"]
+
+
+def test_the_clients_of_the_example_report_their_auc(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples" / "flower")
+    example = importlib.import_module("fedcb2o_digits")
+    relay = PeerRelay(budget=1)
+    grid = LoopGrid(example.client, 2)
+    result = relay.start(grid, ArrayRecord(example.network().state_dict()), num_rounds=1)
+    assert result.evaluate_metrics_clientapp[1]["auc"] > 0.9
+    assert {*relay.metrics} == {str(id) for id in grid.contexts}
+    network = example.network()
+    network.load_state_dict(
+        next(iter(grid.contexts.values())).state["fedcb2o.model"].to_torch_state_dict()
+    )
+    test = fedcb2o.data.digits().test
+    expected = roc_auc_score(test.y, network(test.x).softmax(1).detach(), multi_class="ovr")
+    assert relay.metrics[str(min(grid.contexts))]["auc"] == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("attack", ["alie", "dissensus", "min_max"])
