@@ -41,6 +41,7 @@ rarely = (
     r"(experiments|peer)\..*",
     r"report\._\w+\..*",
     r"records\.metrics\.Metric",
+    r"simulation\.traces\.ClockSection",
     r".*\._\w+",
 )
 nitpick_ignore_regex += [("py:class", rf"fedcb2o\.{name}") for name in rarely]

@@ -54,6 +54,7 @@ from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify
 from fedcb2o.peer.wire.http_requests import HttpRequest, RefusedError, RequestParser
 from fedcb2o.peer.wire.probe import ProbeResult
 from fedcb2o.peer.wire.protocol import MalformedError, Manifest
+from fedcb2o.simulation.traces import read_traces
 
 VECTORS = Path(__file__).parents[1] / "peer"
 CORPUS = Path(__file__).parent / "corpus"
@@ -689,6 +690,17 @@ def arrays_seeds() -> list[bytes]:
     return files
 
 
+def traces_file(data: bytes) -> None:
+    """A CSV file of traces from elsewhere."""
+    path = world().write("traces.csv", data)
+    with suppress(ConfigError):
+        read_traces(path)
+
+
+def traces_seeds() -> list[bytes]:
+    return [b"seconds_per_sample,online\n0.5,0-10 20-30\n2,\n", b"upload,latency\n1e3,0\n"]
+
+
 Target = Callable[[bytes], None]
 TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "arrays": (arrays_file, arrays_seeds),
@@ -710,6 +722,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "root": (root_certificate, root_seeds),
     "saved-model": (saved_model, saved_model_seeds),
     "sealed": (sealed, sealed_seeds),
+    "traces": (traces_file, traces_seeds),
     "versions": (later_version, later_version_seeds),
     "wire": (wire_messages, wire_seeds),
     "witnesses": (witnesses, witness_seeds),

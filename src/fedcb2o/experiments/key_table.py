@@ -12,12 +12,14 @@ from fedcb2o.federated.algorithms.section import AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
+from fedcb2o.simulation.traces import ClockSection
 
 _SECTIONS: dict[str, type[BaseModel]] = {
     "": Experiment,
     "agents.": AgentsSection,
     "training.": TrainingSection,
     "training.privacy.": Privacy,
+    "clock.": ClockSection,
     "model.": ModelSection,
     "algorithm.": AlgorithmSection,
     "algorithm.guards.": Guards,

@@ -50,6 +50,7 @@ from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Component, Privacy, TrainingSection
 from fedcb2o.nn import architectures
+from fedcb2o.simulation.traces import ClockSection
 
 _Schema = dict[str, Any]
 
@@ -240,7 +241,7 @@ def _required_keys(section: type[BaseModel], *given: str) -> list[str]:
 def _property(name: str, annotation: Any, default: Any, section: str) -> _Schema:
     """Return the schema of a key."""
     classes = {part for part in _nested_annotations(annotation) if inspect.isclass(part)}
-    for inner in (AgentsSection, TrainingSection, Privacy):
+    for inner in (AgentsSection, TrainingSection, Privacy, ClockSection):
         if inner in classes:
             table = _object(_section_properties(inner, name))
             return {**table, "description": _summary_line(inner)}

@@ -47,18 +47,19 @@ def aggregate_batches_(
     on_step: Callable[[str], None] = lambda name: None,
     sampled: Sequence[Ragged] | None = None,
     amend_: Callable[[list[Inbox], list[Decisions]], None] = lambda received, decisions: None,
+    arrive: Callable[[list[Inbox]], list[Inbox]] = lambda received: received,
 ) -> tuple[list[AgentState], list[Decisions], Bool[np.ndarray, " N"]]:
     """Run LocalAggregation (alg:localAggregation) for all active agents of an engine.
 
     It is line 4 of alg:FedCB2O. `on_step` is called with "aggregate" after line 6 and with "mix"
     after line 7. A caller that decides for agents that are not active gives the `sampled` peers of
-    all agents, and changes decisions by `amend_` before line 7. The last result is False for benign
-    agents whose model is not finite.
+    all agents, and changes decisions by `amend_` before line 7. `arrive` returns the models that
+    arrive in time. The last result is False for benign agents whose model is not finite.
     """
     if sampled is None:
         contacts = [state.contacts for state in states]
         sampled = engine.map_batches(SAMPLE, n, active, arguments=[contacts])  # line 1
-    received = engine.exchange(n, sampled, deadline)  # line 2
+    received = arrive(engine.exchange(n, sampled, deadline))  # line 2
     decided = engine.map_batches(  # lines 3 to 6
         DECIDE, n, active, arguments=[states, sampled, received]
     )

@@ -76,10 +76,14 @@ class ContactTable:
 
 @dataclass(frozen=True)
 class AgentState:
-    """State that agents carry from round to round; that of a rule without memory is empty."""
+    """State that agents carry from round to round; that of a rule without memory is empty.
+
+    `clock` is the state of the simulated time; only checkpoints have it here.
+    """
 
     contacts: ContactTable
     rule_states: tuple[RuleState, ...]
+    clock: Float[np.ndarray, " N_and_1"] | None = None
 
     @classmethod
     def initial(cls, count: int) -> "AgentState":

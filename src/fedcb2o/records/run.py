@@ -33,6 +33,8 @@ from fedcb2o.records.toml import read_toml
 from fedcb2o.safe_files import check_regular
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
+CLOCK_COLUMNS = ("hours", "bytes", "undelivered", "trained")
+"""Values of a round of simulated time, equal for all agents."""
 _ROUND_METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
 RESERVED_COLUMNS = (
     "seed",
@@ -42,6 +44,7 @@ RESERVED_COLUMNS = (
     *_ROUND_METRICS,
     *STANDARD_METRICS,
     *OPTIONAL_METRICS,
+    *CLOCK_COLUMNS,
 )
 """Columns of the records, which are no names for the metrics of an experiment."""
 _CONFIG_TYPES = {
@@ -244,13 +247,15 @@ class Run:
         """One row per seed, round and agent: description and metrics.
 
         Columns are seed, round, agent, cluster, malicious, num_samples, source_in_validation and
-        one per metric. Accuracies and rates are fractions of 1. They exist in evaluated rounds and
-        for benign agents; what was not measured is NaN.
+        one per metric; with a clock also hours, bytes, undelivered and trained. Accuracies and
+        rates are fractions of 1. They exist in evaluated rounds and for benign agents; what was not
+        measured is NaN.
         """
         tables = [self.records_of(seed) for seed in self.seeds]
         if tables:
             return pd.concat(tables, ignore_index=True)
-        names = [name for name in RESERVED_COLUMNS if name not in OPTIONAL_METRICS]
+        optional = (*OPTIONAL_METRICS, *CLOCK_COLUMNS)
+        names = [name for name in RESERVED_COLUMNS if name not in optional]
         return pd.DataFrame(columns=[*names, *self.custom_metrics])
 
     @cached_property
@@ -302,7 +307,9 @@ class Run:
 
         path = self._verified_path(seed, "metrics.jsonl")
         for _, line in read_lines(path):
-            for name in OPTIONAL_METRICS:
+            if "hours" in line:
+                line |= {name: [line.get(name)] * count for name in CLOCK_COLUMNS}
+            for name in (*OPTIONAL_METRICS, *CLOCK_COLUMNS):
                 # A metric may begin in a later round of a run that was continued with it.
                 if name in line and name not in columns:
                     columns[name] = [None] * (len(rounds) * count)

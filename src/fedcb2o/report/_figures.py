@@ -158,15 +158,22 @@ def _is_measured(metric: str, tables: Sequence[pd.DataFrame]) -> bool:
 def _draw_curves(
     lines: Sequence[Curve], metric: str, title: str, ax: Axes, y_label: str = ""
 ) -> None:
+    # Runs with a clock are compared at equal times.
+    by_hours = all("hours" in line.table for line in lines)
     for i, line in enumerate(lines):
-        measured = line.table.reindex(columns=["round", "seed", metric]).dropna(subset=metric)
+        columns = ["round", "seed", "hours", metric]
+        measured = line.table.reindex(columns=columns).dropna(subset=metric)
         means = measured.groupby(["round", "seed"])[metric].mean().unstack("seed")
+        if by_hours:
+            hours = measured.groupby("round")["hours"].mean()
+            means.index = pd.Index(hours.reindex(means.index))
         if not means.empty:
             _draw_curve(ax, means, line.name, i)
     ax.set_title(title)
     ax.set_ylabel(y_label)
-    ax.set_xlabel("round")
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel("simulated hours" if by_hours else "round")
+    if not by_hours:
+        ax.xaxis.set_major_locator(MaxNLocator(integer=True))
 
     low, high = bottom, top = ax.get_ylim()
     if metric in METRICS and METRICS[metric].is_percent:
@@ -174,6 +181,8 @@ def _draw_curves(
         bottom = max(low, 0)
         top = min(high, 1.005)
     switches = sorted({line.criterion_from_round for line in lines} - {0})
+    if by_hours:
+        switches = []  # they are rounds
     ax.set_ylim(bottom, top + 0.05 * (high - low) * len(switches))
     for i, switch in enumerate(switches):
         ax.axvline(switch, color="0.35", linewidth=0.8)

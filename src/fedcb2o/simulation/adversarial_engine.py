@@ -6,12 +6,13 @@ The code of benign agents contains nothing of attacks. The wrapper
 - lets colluders ask each other first, and average by numbers of samples;
 - lets attackers craft models, and claim numbers of samples, for benign agents.
 
-Attackers that poison data or do not collude are otherwise like benign agents.
+Attackers that poison data or do not collude are otherwise like benign agents. The wrapper also
+keeps to a clock, if there is one: it decides which agents train, and which models arrive.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from jaxtyping import Bool, Float
@@ -22,13 +23,14 @@ from fedcb2o.federated.aggregation.sample_average import sample_weights
 from fedcb2o.federated.batched_aggregation import SAMPLE, aggregate_batches_
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.guards.acceptance import is_acceptable
-from fedcb2o.federated.local_update import TrainResult
+from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
+from fedcb2o.federated.local_update import TrainResult, train_
 from fedcb2o.federated.publishing import Outbox, deceptive_outbox
 from fedcb2o.federated.ragged import AgentIds, Members, Positions, Ragged
 from fedcb2o.federated.selection import select_colluding_peers
 from fedcb2o.federated.validation import own_models
 from fedcb2o.rng import agent_streams
+from fedcb2o.simulation.clock import Clock
 from fedcb2o.simulation.rounds import BenignEngine
 
 
@@ -56,10 +58,11 @@ class AdversarialEngine:
     It has the methods of `rounds.Engine`.
     """
 
-    def __init__(self, engine: Stage) -> None:
+    def __init__(self, engine: Stage, clock: Clock | None = None) -> None:
         adversary = engine.group.adversary
         assert adversary is not None
         self.engine = engine
+        self.clock = clock
         self.adversary = adversary
         self.spec = engine.spec
         self.batches = engine.batches
@@ -72,6 +75,8 @@ class AdversarialEngine:
         """Train the models of all agents; attackers remember theirs from before, if they craft."""
         if self.adversary.attack.is_crafting(n):
             self.engine.map_batches(_REMEMBER, n)
+        if self.clock is not None:
+            return self.engine.map_batches(_TRAIN_SOME, n, self.clock.trains)
         return self.engine.train_(n)
 
     def publish_(
@@ -104,18 +109,17 @@ class AdversarialEngine:
             identities = self.adversary.new_identities(n)
             states = [state.without(identities) for state in states]
         colluding = self.adversary.colluding
-        if not colluding[np.concatenate(self.batches)].any():
+        options: dict[str, Any] = {}
+        if self.clock is not None:
+            options["arrive"] = functools.partial(self.clock.deliver_, self.batches)
+        if colluding[np.concatenate(self.batches)].any():
+            contacts = [state.contacts for state in states]
+            options["sampled"] = self.sample_peers(n, contacts, active)
+            options["amend_"] = functools.partial(self._average_by_samples_, n, active & colluding)
+        elif self.clock is None:
             return self.engine.aggregate_(n, states, active, deadline, on_step)
-        return aggregate_batches_(
-            self.engine,
-            n,
-            states,
-            active & ~colluding,
-            deadline,
-            on_step,
-            sampled=self.sample_peers(n, [state.contacts for state in states], active),
-            amend_=functools.partial(self._average_by_samples_, n, active & colluding),
-        )
+        is_benign = active & ~colluding
+        return aggregate_batches_(self.engine, n, states, is_benign, deadline, on_step, **options)
 
     def sample_peers(
         self, n: int, contacts: Sequence[ContactTable], active: Bool[np.ndarray, " N"]
@@ -174,5 +178,18 @@ def _sample_fellows(
     return Ragged.scatter(len(members), (rest, sampled.take(rest)), (positions, chosen))
 
 
+def _train_some_(
+    group: AgentGroup, members: Members, n: int, trains: Bool[np.ndarray, " N"]
+) -> TrainResult:
+    """Train some members of a batch in place; the loss of the others is NaN."""
+    chosen = trains[group.agents[members]]
+    losses = np.full(len(members), np.nan)
+    has_trained = True
+    if chosen.any():
+        losses[chosen], _, has_trained = train_(group, members[chosen], n)
+    return losses, max_abs(group.models, group.layout.own[members].tolist()), has_trained
+
+
+_TRAIN_SOME = Phase(_train_some_)
 _REMEMBER = Phase(_remember_models_, is_cheap=True)
 _COLLUDE = Phase(_sample_fellows, is_cheap=True)

@@ -32,6 +32,7 @@ from fedcb2o.safe_files import check_regular
 FILE = CHECKPOINT_FILE
 
 _STATE_PREFIX = "state."  # of tensors named by an agent and a part of its rule's state
+_CLOCK = "clock"
 _CONTACTS = ("met", "ids", "likelihood")  # names of the tensors of all agents' contacts
 _LARGEST_ENTRY = 10**18  # in the header's reserved room
 _LONGEST_CHECKSUM = f"{torch.bfloat16} {10**10}"
@@ -63,6 +64,8 @@ def save(
         "likelihood": torch.from_numpy(state.contacts.likelihood),
         **dict(by_item_size),
     }
+    if state.clock is not None:
+        tensors[_CLOCK] = torch.from_numpy(state.clock)
     parts: dict[str, Iterable[Tensor]] = {"models": models}
     parts |= {name: [tensor] for name, tensor in tensors.items()}
     header = {
@@ -194,10 +197,11 @@ def _read_tensors(path: Path) -> dict[str, Tensor]:
 def _agent_state(tensors: Mapping[str, Tensor]) -> AgentState:
     sizes, ids, likelihood = (tensors[name].numpy() for name in _CONTACTS)
     rule_states: list[dict[str, Tensor]] = [{} for _ in sizes]
-    for name in sorted(tensors.keys() - {"models", *_CONTACTS}):
+    for name in sorted(tensors.keys() - {"models", _CLOCK, *_CONTACTS}):
         agent, _, key = name.removeprefix(_STATE_PREFIX).partition(".")
         rule_states[int(agent)][key] = tensors[name]
-    return AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(rule_states))
+    clock = tensors[_CLOCK].numpy() if _CLOCK in tensors else None
+    return AgentState(ContactTable(Ragged(ids, sizes), likelihood), tuple(rule_states), clock)
 
 
 def _parse_fingerprint(fingerprint: str) -> Any:

@@ -31,6 +31,7 @@ from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.selection import no_peers
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.rng import stream
+from fedcb2o.simulation.clock import Clock
 
 _LOG = logging.getLogger(__name__)
 
@@ -134,13 +135,15 @@ def run_rounds(
     evaluate_every: int = 1,
     on_phase: OnPhase = lambda n, phase: None,
     deadline: float | None = None,
+    clock: Clock | None = None,
 ) -> Iterator[Round]:
     """Run the rounds of Algorithm 1 (alg:FedCB2O, lines 2 to 5), from `start` to before `stop`.
 
     The engine's models change in place. `state` is in the order of the agents' ids. With
     `evaluate_every` 0, nothing is evaluated; otherwise one evaluation is after the last round.
-    `deadline` is in seconds, for the downloads of a round. RunError is raised if, without crafted
-    models, a benign agent's training diverges, or its model is not finite after mixing.
+    `deadline` is in seconds, for the downloads of a round. With a `clock`, which the engine has
+    too, the round is one of simulated time. RunError is raised if, without crafted models, a benign
+    agent's training diverges, or its model is not finite after mixing.
     """
     batches = engine.batches
     agents = np.sort(np.concatenate(batches))
@@ -149,7 +152,10 @@ def run_rounds(
     shortfall = Shortfall(engine.spec.algorithm, engine.spec.malicious_share)
     for n in range(start, stop):
         timer = PhaseTimer()
-        losses, is_active = train_and_publish_(engine, n, on_phase, timer)  # line 3: LocalUpdate
+        if clock is not None:
+            clock.begin_()
+        # Line 3: LocalUpdate
+        losses, is_active = train_and_publish_(engine, n, on_phase, timer, clock)
         on_phase(n, "aggregating")
         # Line 4: LocalAggregation, of all agents at once (batched_aggregation) or of one real peer
         # (algorithm2)
@@ -163,6 +169,8 @@ def run_rounds(
                 f"in round {n + 1}: with a built-in rule take a smaller `training.gamma`; "
                 "otherwise check your rule"
             )
+        if clock is not None:
+            clock.end_()
         shortfall.add(decisions, engine.benign)
         results = evaluate_if_due(engine, n, stop, evaluate_every, on_phase, timer)
         yield Round(n, losses, decisions, states, batches, results, timer.seconds)
@@ -170,7 +178,7 @@ def run_rounds(
 
 
 def train_and_publish_(
-    engine: Engine, n: int, on_phase: OnPhase, timer: "PhaseTimer"
+    engine: Engine, n: int, on_phase: OnPhase, timer: "PhaseTimer", clock: Clock | None = None
 ) -> tuple[Float[np.ndarray, " N"], Bool[np.ndarray, " N"]]:
     """Train all agents (LocalUpdate), and publish their models.
 
@@ -196,7 +204,8 @@ def train_and_publish_(
 
     is_finite = np.isfinite(max_abs)
     may_break = engine.may_break(n)
-    is_sound = ~engine.benign | (is_finite & np.isfinite(losses))
+    trains = np.ones(num_agents, dtype=bool) if clock is None else clock.trains
+    is_sound = ~engine.benign | (is_finite & (np.isfinite(losses) | ~trains))
     diverged = agents[~is_sound[agents]]
     if len(diverged) and not may_break:
         cure = ""
@@ -215,12 +224,14 @@ def train_and_publish_(
     online = (
         stream(engine.spec.seed, "online", n).random(num_agents) < engine.spec.agents.participation
     )
+    if clock is not None:
+        online = clock.answers
     if may_break:
         on_phase(n, "crafting")
     engine.publish_(n, online, max_abs)
     if may_break:
         timer.stop("craft")
-    return losses, online & (is_finite | ~engine.benign)
+    return losses, online & trains & (is_finite | ~engine.benign)
 
 
 def evaluate_if_due(

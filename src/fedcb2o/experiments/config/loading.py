@@ -29,6 +29,7 @@ from fedcb2o.experiments.config.tables import (
 from fedcb2o.experiments.config.titles import Title, algorithm_title, changed_title, format_title
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.sections import AgentsSection, Privacy, TrainingSection
+from fedcb2o.simulation.traces import ClockSection
 
 _LOGGER = logging.getLogger(__name__)
 _PRINTABLE_TYPES = (str, int, float, list, tuple, date, time, type(None))
@@ -207,6 +208,7 @@ def _suggest_key(path: Sequence[str], table: Mapping[str, Any]) -> str:
         keys += [f"{section}.{name}" for name in model.model_fields]
     keys += [f"algorithm.guards.{name}" for name in Guards.model_fields]
     keys += [f"training.privacy.{name}" for name in Privacy.model_fields]
+    keys += [f"clock.{name}" for name in ClockSection.model_fields]
     for section, kind, namespace in COMPONENT_SECTIONS:
         # Another problem of the section is reported elsewhere.
         with contextlib.suppress(ConfigError, KeyError, TypeError):

@@ -39,6 +39,7 @@ from fedcb2o.federated.sections import (
 from fedcb2o.nn.batch_norm import StatisticsMode
 from fedcb2o.nn.memory_layout import MemoryLayout
 from fedcb2o.records import result_settings
+from fedcb2o.simulation.traces import ClockSection
 
 _BatchOfModels = Annotated[int, Field(ge=1, le=2**31)]
 
@@ -219,6 +220,13 @@ class Experiment(Section):
     training: TrainingSection = TrainingSection()
     algorithm: AlgorithmSection = AlgorithmSection()
     attack: AttackSection | None = None
+    clock: Annotated[
+        ClockSection | None,
+        key_field(
+            "[simulated time](#the-clock): computation, downloads and presence of each agent",
+            values="a table",
+        ),
+    ] = None
     metrics: Annotated[
         _Metrics | None,
         key_field(
@@ -330,6 +338,13 @@ class Experiment(Section):
                 'malicious agents with `agents.malicious_role` = "benign" hold no validation data, '
                 "so the algorithm must be one without validation, such as dfedavgm; "
                 '"clean" and "removed" go with every algorithm'
+            )
+        if self.clock is not None and algorithm.clusters is not None:
+            raise ValueError("`clock` goes with algorithms whose agents ask peers: leave it out")
+        if self.clock is not None and agents.participation < 1:
+            raise ValueError(
+                "`clock` decides which agents are online: take `clock.online` and `clock.offline` "
+                "in place of `agents.participation`"
             )
         self._check_privacy(algorithm)
         if algorithm.validate_budget is not None:

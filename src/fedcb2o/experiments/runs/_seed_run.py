@@ -3,11 +3,13 @@
 import contextlib
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -38,8 +40,10 @@ from fedcb2o.parallel import _resources
 from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
 from fedcb2o.simulation import checkpoint, dfca, ifca
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
+from fedcb2o.simulation.clock import Clock
 from fedcb2o.simulation.local_engine import LocalEngine
 from fedcb2o.simulation.rounds import OnPhase, Round, WorkerLostError, run_rounds
+from fedcb2o.simulation.traces import make_traces
 
 _LOG = logging.getLogger(__name__)
 
@@ -152,6 +156,8 @@ def run_seed(
     if manifest is not None and manifest.has_finished(experiment.rounds):
         return
     fingerprint = f"{experiment.fingerprint(prepared.seed)} data {dataset_digest(prepared.dataset)}"
+    make_clock, digest = _clock_maker(prepared)
+    fingerprint += digest
     # A run that does not fit must leave no folder behind.
     place = backend.place(prepared, folder)
     records.make_folder(folder)
@@ -209,7 +215,8 @@ def run_seed(
                 watch.phase(experiment, prepared.seed, n + 1, status)
 
         every = experiment.evaluate_every
-        results = run_algorithm(engine, state, start, experiment.rounds, every, on_phase)
+        clock = make_clock(state)
+        results = run_algorithm(engine, state, start, experiment.rounds, every, on_phase, clock)
         del state  # the loop replaces it
         for result in results:
             done = result.n + 1
@@ -220,6 +227,8 @@ def run_seed(
                     spent_epsilon(prepared.spec.training, len(samples), experiment.rounds, done)
                     for samples in prepared.population.train
                 ]
+            if clock is not None:
+                record |= clock.record
             log.append("metrics", record)
             log.append("pairs", pairs_record(result))
             seconds = dict(result.seconds)
@@ -235,7 +244,10 @@ def run_seed(
                     folder,
                     done,
                     engine.persistent_models(),
-                    engine.persistent_state(result.state),
+                    replace(
+                        engine.persistent_state(result.state),
+                        clock=None if clock is None else clock.state,
+                    ),
                     fingerprint,
                     log.checksums(REPRODUCIBLE_LOGS),
                 )
@@ -265,6 +277,25 @@ def _resume_logs(folder: Path, log: RoundLog, start: int, manifest: Manifest | N
             )
 
 
+def _clock_maker(prepared: PreparedSeed) -> tuple[Callable[[AgentState], Clock | None], str]:
+    """Return the clock as a function of the state at the start, and the digest of its traces.
+
+    The traces are read at once. Those that the settings determine have an empty digest.
+    """
+    section, training = prepared.experiment.clock, prepared.spec.training
+    if section is None:
+        return (lambda state: None), ""
+    traces = make_traces(section, prepared.seed, prepared.spec.num_agents)
+    if training.local_steps is None:
+        samples = np.array([float(len(own)) for own in prepared.population.train])
+        samples *= training.local_epochs
+    else:
+        samples = np.full(prepared.spec.num_agents, training.local_steps * training.batch_size)
+    digest = "" if section.traces is None else f"-{traces.crc32():08x}"
+    size = 4 * prepared.spec.dim
+    return (lambda state: Clock(section, traces, samples, size, state.clock)), digest
+
+
 def run_algorithm(
     engine: SeedEngine,
     state: AgentState,
@@ -272,12 +303,13 @@ def run_algorithm(
     stop: int,
     evaluate_every: int,
     on_phase: OnPhase,
+    clock: Clock | None = None,
 ) -> Iterator[Round]:
     """Run rounds until `stop`, of Algorithm 1 or with models of clusters; models change."""
     clusters = engine.spec.algorithm.clusters
     if clusters is None:
-        played = AdversarialEngine(engine)
-        return run_rounds(played, state, start, stop, evaluate_every, on_phase)
+        played = AdversarialEngine(engine, clock)
+        return run_rounds(played, state, start, stop, evaluate_every, on_phase, clock=clock)
     assert isinstance(engine, LocalEngine)  # a cluster of machines refuses IFCA and DFCA
     run_cluster_rounds = dfca.run_rounds if clusters.per_agent else ifca.run_rounds
     return run_cluster_rounds(engine, state, start, stop, evaluate_every, on_phase)

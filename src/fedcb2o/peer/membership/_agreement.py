@@ -64,6 +64,8 @@ def make_federation(
         raise ConfigError(
             "`agents.participation` below 1 is for simulations: a real peer is online, or it is not"
         )
+    if experiment.clock is not None:
+        raise ConfigError("`clock` is for simulations: real peers have real time, so leave it out")
     check_supported(experiment)
     ignored = [f"`{key}`" for key in ("metrics", "keep_best") if getattr(experiment, key)]
     if ignored:
