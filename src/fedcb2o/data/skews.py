@@ -14,6 +14,7 @@ import numpy as np
 from jaxtyping import Int
 from numpy.typing import NDArray
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 
 __all__ = ["dirichlet", "shards"]
@@ -35,13 +36,7 @@ def dirichlet(
     q ~ Dirichlet(a, ..., a): with C classes of equal size, that is concentration = C a.)
 
     Args:
-        labels: Labels of a cluster's samples.
-        sizes: Number of samples of each agent.
-        draw: Source of randomness.
         concentration: Above 0. Large values give every agent p, small ones few classes.
-
-    Returns:
-        Agent of each sample.
 
     Raises:
         ConfigError: `concentration` is not a finite number above 0.
@@ -84,13 +79,7 @@ def shards(
     random order. A shard across a border holds two classes, and a long shard may hold more.
 
     Args:
-        labels: Labels of a cluster's samples.
-        sizes: Number of samples of each agent.
-        draw: Source of randomness.
         classes: Shards of each agent, at least 1.
-
-    Returns:
-        Agent of each sample.
 
     Raises:
         ConfigError: `classes` is below 1.
@@ -113,3 +102,12 @@ def _assign_along_labels(
     assignment = np.empty(len(labels), np.int64)
     assignment[np.argsort(labels, kind="stable")] = np.repeat(agents, lengths)
     return assignment
+
+
+_ARGUMENTS = {
+    "labels": "Labels of a cluster's samples.",
+    "sizes": "Number of samples of each agent.",
+    "draw": "Source of randomness.",
+}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "Agent of each sample.")

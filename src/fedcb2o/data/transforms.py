@@ -26,6 +26,7 @@ from fedcb2o import plugins
 from fedcb2o.data._dataset import Shard
 from fedcb2o.data._sample_format import ValueRange, channels_last_hint, pixel_range, using_range
 from fedcb2o.data.changed_samples import changed_shard, check_classes
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 
 __all__ = ["flip", "invert", "permute_labels", "rotation"]
@@ -46,12 +47,7 @@ def rotation(
 
     Args:
         samples: Images [n, ..., s, s].
-        cluster: Cluster of the agent.
-        num_clusters: Number K of clusters.
         angles: Angle of each cluster in degrees; by default cluster * 360 / K.
-
-    Returns:
-        The images as the cluster sees them.
 
     Raises:
         ConfigError: The images are not square, or the number of angles is not K.
@@ -84,9 +80,6 @@ def flip(samples: Shard, cluster: int) -> Shard:
         samples: Images [n, ..., h, w].
         cluster: Cluster of the agent, from 0 to 3; 0 changes nothing.
 
-    Returns:
-        The images as the cluster sees them.
-
     Raises:
         ConfigError: The samples are no images, or there are more than 4 clusters.
     """
@@ -106,9 +99,6 @@ def invert(samples: Shard, cluster: int) -> Shard:
         samples: Samples of any shape.
         cluster: Cluster of the agent, 0 or 1.
 
-    Returns:
-        The samples as the cluster sees them.
-
     Raises:
         ConfigError: There are more than 2 clusters.
     """
@@ -125,12 +115,7 @@ def permute_labels(samples: Shard, cluster: int, num_classes: int, *, shift: int
 
     Args:
         samples: Samples with classes.
-        cluster: Cluster of the agent.
-        num_classes: Number C of classes.
         shift: Difference between the labels of two clusters.
-
-    Returns:
-        The samples with the labels of the cluster.
 
     Raises:
         ConfigError: The samples have no classes, or a cluster has the labels of cluster 0.
@@ -232,3 +217,12 @@ def _interpolated(x: Tensor, degrees: float) -> Tensor:
     if x.dtype == torch.uint8:
         return turned.round().to(torch.uint8)
     return turned.to(x.dtype)
+
+
+_ARGUMENTS = {
+    "cluster": "Cluster of the agent.",
+    "num_clusters": "Number K of clusters.",
+    "num_classes": "Number C of classes.",
+}
+for _name in __all__:
+    share_entries(globals()[_name], _ARGUMENTS, "The samples as the cluster sees them.")

@@ -17,6 +17,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedcb2o.docstrings import share_entries
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles import settings
 
@@ -113,12 +114,7 @@ def static(num_particles: int, at: Point, *, mass: float | None = None) -> Adver
     (`theory.benign_left`). At the minimiser of G they are filtered as long as beta is small.
 
     Args:
-        num_particles: Number of particles.
         at: One point [d], or a point per particle [n_m, d].
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
     """
     return Adversary(lambda view: (0.0, 0.0), num_particles, at, mass)
 
@@ -127,12 +123,7 @@ def tracking(num_particles: int, offset: Point, *, mass: float | None = None) ->
     """Make particles that follow the first cluster's consensus point at an offset.
 
     Args:
-        num_particles: Number of particles.
         offset: Offset [d].
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
     """
 
     def move(view: View) -> tuple[Tensor, float]:
@@ -151,13 +142,7 @@ def random(
     """Make particles in Brownian motion.
 
     Args:
-        num_particles: Number of particles.
         sigma: Diffusion.
-        initial: Initial position, as in `Adversary`.
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
     """
     return Adversary(lambda view: (0.0, sigma), num_particles, initial, mass)
 
@@ -168,13 +153,8 @@ def oscillating(
     """Make particles that oscillate between two points, as a sine of the time.
 
     Args:
-        num_particles: Number of particles.
         between: Two points [d].
         period: Period, above 0.
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
 
     Raises:
         ConfigError: `between` does not hold two points, or `period` is not above 0.
@@ -202,14 +182,8 @@ def gradient_flow(
     """Make particles that descend L, G, minus G or another objective.
 
     Args:
-        num_particles: Number of particles.
         objective: Function [..., d] -> [...].
         rate: Factor of the gradient.
-        initial: Initial position, as in `Adversary`.
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
     """
 
     def move(view: View) -> tuple[Tensor, float]:
@@ -236,14 +210,8 @@ def greedy(
     random benign particles, and steps of random length from both.
 
     Args:
-        num_particles: Number of particles.
         candidates: Number of candidates, at least 2.
         reach: Largest length of a step, approximately.
-        initial: Initial position, as in `Adversary`.
-        mass: Share w_m of the particles.
-
-    Returns:
-        The adversary.
 
     Raises:
         ConfigError: `candidates` is below 2.
@@ -287,3 +255,12 @@ def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
         shapes = f"{[*like.shape[-1:]]}, got {[*point.shape]}"
         raise ConfigError(f"an adversary's `{name}` must have the shape {shapes}")
     return point
+
+
+_ARGUMENTS = {
+    "num_particles": "Number of particles.",
+    "initial": "Initial position, as in `Adversary`.",
+    "mass": "Share w_m of the particles.",
+}
+for _adversary in (static, tracking, random, oscillating, gradient_flow, greedy):
+    share_entries(_adversary, _ARGUMENTS, "The adversary.")

@@ -44,12 +44,8 @@ def arrays(
     Args:
         path: The file; a relative path starts in `data_dir`.
         data_dir: A folder; None for the working directory.
-        test_share: As in `fedcb2o.dataset`.
         standardise: As in `fedcb2o.dataset`.
         numbers: As in `fedcb2o.dataset`.
-
-    Returns:
-        The data set.
 
     Raises:
         DataError: The file is missing or damaged, or its arrays are invalid.

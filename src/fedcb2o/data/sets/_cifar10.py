@@ -47,15 +47,10 @@ def cifar10(
     Args:
         data_dir: Folder of the files, or of their folder cifar-10-batches-bin; None for
             `default_folder(RELEASE)`.
-        train_per_class: First training images of each class; None for all.
-        test_per_class: First test images of each class; None for all.
 
     Returns:
         The data set; images are uint8 [n, 3, 32, 32], red, green and blue, in the order of the
         files.
-
-    Raises:
-        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     check_per_class(RELEASE, train_per_class=train_per_class, test_per_class=test_per_class)
     *batches, test_batch = find_files(RELEASE, data_dir)

@@ -48,18 +48,6 @@ def docstrings(
             sentence is the prompt, and the name of its library the answer.
         libraries: Packages whose docstrings are read, at least two.
         samples: Largest number of samples of a library.
-        base: Pretrained model whose tokens are used, see `fedcb2o.pretrained`.
-        prompt: Number of tokens that the model reads.
-        answer: Number of tokens that it learns.
-        vocabulary: Number of tokens of answers, the most frequent ones; None for all.
-        test_share: Share of each library's samples that tests.
-
-    Returns:
-        The data set.
-
-    Raises:
-        ConfigError: A parameter is out of range, or the extra is missing.
-        DataError: A library is not installed.
     """
     if task not in ("summary", "library"):
         raise ConfigError(f"`task` must be summary or library, got {task!r}")

@@ -39,10 +39,6 @@ def fashion_shops(
 
     Returns:
         The data set; images are those of `fashion_mnist`.
-
-    Raises:
-        ConfigError: A parameter is out of range, or there are too few photographs.
-        DataError: A file is missing or damaged.
     """
     if shops < 2 or not 8 <= fewest <= most:
         raise ConfigError(

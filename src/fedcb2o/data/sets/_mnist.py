@@ -95,16 +95,8 @@ def mnist(
 
     Every class has at least 5421 training and 892 test images.
 
-    Args:
-        data_dir: Folder of the files; None for `default_folder(MNIST)`.
-        train_per_class: First training images of each class; None for all.
-        test_per_class: First test images of each class; None for all.
-
     Returns:
         The data set; images are uint8 [n, 1, 28, 28] in the order of the files.
-
-    Raises:
-        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     return _read_dataset(
         MNIST, data_dir, train_per_class=train_per_class, test_per_class=test_per_class
@@ -119,17 +111,8 @@ def fashion_mnist(
 ) -> Dataset:
     """Read Fashion-MNIST: 6000 training and 1000 test images of each class.
 
-    Args:
-        data_dir: Folder of the files; None for `default_folder(FASHION_MNIST)`.
-        train_per_class: First training images of each class; None for all.
-        test_per_class: First test images of each class; None for all.
-
     Returns:
         The data set; images are uint8 [n, 1, 28, 28] in the order of the files.
-
-    Raises:
-        DataError: A file is missing, damaged, MNIST's or of another format, or a class has too few
-            images.
     """
     return _read_dataset(
         FASHION_MNIST, data_dir, train_per_class=train_per_class, test_per_class=test_per_class
@@ -148,16 +131,10 @@ def emnist(
     The default numbers give exactly balanced classes with both sets of files.
 
     Args:
-        data_dir: Folder of the files; None for `default_folder(EMNIST)`.
-        train_per_class: First training images of each class; None for all.
-        test_per_class: First test images of each class; None for all.
         letters: Whether to keep the 37 letters alone, as the classes 0 to 36.
 
     Returns:
         The data set; images are uint8 [n, 1, 28, 28], upright, in the order of the files.
-
-    Raises:
-        DataError: A file is missing, damaged or of another format, or a class has too few images.
     """
     dataset = _read_dataset(
         EMNIST,

@@ -36,9 +36,6 @@ def digits(*, data_dir: Path | None = None, test_per_class: int = 24) -> Dataset
 
     Returns:
         The data set; images are float32 [n, 1, 8, 8] in [0, 1].
-
-    Raises:
-        ConfigError: A class has too few images.
     """
     table = torch.from_numpy(_read_table())
     x = table[:, :-1].float().div(16).reshape(-1, 1, 8, 8)
@@ -64,9 +61,6 @@ def _read_table() -> NDArray[np.float64]:
 def breast_cancer(*, test_share: float = 0.25) -> Dataset:
     """Load the tumours: malignant (0) or benign (1).
 
-    Args:
-        test_share: Share of both classes in the test set, which is the same for every seed.
-
     Returns:
         The data set; features are float32 [n, 30], standardised over the pool.
     """
@@ -84,9 +78,6 @@ def breast_cancer(*, test_share: float = 0.25) -> Dataset:
 
 def diabetes(*, test_share: float = 0.25) -> Dataset:
     """Load the patients.
-
-    Args:
-        test_share: Share of patients in the test set, which is the same for every seed.
 
     Returns:
         The data set. Features are float32 [n, 10], standardised over the pool: age, sex, body mass

