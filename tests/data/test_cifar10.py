@@ -135,14 +135,6 @@ def test_the_pickled_version_is_not_read(tmp_path):
 # --- download and import
 
 
-def test_download(tmp_path):
-    body = archive(contents())
-    with served({ARCHIVE: body}) as address:
-        download(at(RELEASE, address, {ARCHIVE: body}), tmp_path / "cifar10", progress=False)
-    assert names(tmp_path) == ["cifar10", *sorted(RELEASE.file_names)]
-    assert len(cifar10(data_dir=tmp_path / "cifar10").pool) == 100
-
-
 @pytest.mark.parametrize(
     ("body", "message"),
     [

@@ -34,14 +34,6 @@ def labelled(release: Release) -> dict[str, bytes]:
     return {**files, LABELS: gzip.compress(bytes(plain))}
 
 
-def test_fashion_mnist_is_read(tmp_path):
-    data = fashion_mnist(data_dir=write(tmp_path, contents()), train_per_class=2)
-    assert data.class_names[0] == "T-shirt/top"
-    assert data.class_names[-1] == "Ankle boot"
-    assert (len(data.pool), len(data.test), data.num_classes) == (20, 20, 10)
-    assert torch.equal(data.pool.x[:, 0, 1, 2], data.pool.y)
-
-
 @pytest.mark.parametrize(
     ("read", "release", "message"),
     [

@@ -1,16 +1,13 @@
-"""MNIST from tiny files, and its download. Errors are in test_emnist."""
+"""MNIST from tiny files. Its download and errors are those of other sets."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from tests.data.image_files import at, contents, names, served, write
+from tests.data.image_files import contents, write
 
 from fedcb2o.data import mnist
-from fedcb2o.data.downloads import download
-from fedcb2o.data.sets._mnist import MNIST as RELEASE
 
 REAL = os.environ.get("FEDCB2O_MNIST")
 
@@ -24,18 +21,6 @@ def test_both_sets_are_read_plain_and_gzip(tmp_path, zipped):
     assert data.pool.x.dtype == torch.uint8
     assert torch.equal(data.pool.x[:, 0, 1, 2], data.pool.y)  # as stored: row 1, column 2
     assert torch.equal(data.test.x[:, 0, 1, 2], data.test.y)
-
-
-def test_download(tmp_path, capsys):
-    bodies = contents()
-    with served(bodies) as address:
-        release = at(RELEASE, address, bodies)
-        files = download(release, tmp_path / "mnist")
-        download(replace(release, url="http://127.0.0.1:1"), tmp_path / "mnist")  # all files exist
-    assert sorted(path.name for path in files) == names(tmp_path / "mnist") == sorted(bodies)
-    assert len(mnist(data_dir=tmp_path / "mnist").test) == 20
-    output = capsys.readouterr().err
-    assert all(f"MNIST {name}" in output for name in bodies)
 
 
 @pytest.mark.skipif(not REAL, reason="FEDCB2O_MNIST does not name a folder with MNIST's files")

@@ -403,29 +403,6 @@ def test_a_batch_equals_its_runs_at_any_size(n, dim):
         assert_same_run(batch, single, run)
 
 
-def test_noise_does_not_depend_on_the_number_of_threads():
-    before = torch.get_num_threads()
-    settings = {
-        "num_particles": 40_000,
-        "dim": 4,
-        "maxiter": 2,
-        "runs": 2,
-        "dynamics": Paper(alpha=30.0, beta=0.2),
-    }
-    results = []
-    try:
-        for threads in (1, 2):
-            torch.set_num_threads(threads)
-            results.append(minimize(circle, G_of_any_dim, **settings))
-    finally:
-        torch.set_num_threads(before)
-    assert_close(results[0].theta, results[1].theta, rtol=1e-12, atol=1e-12)
-
-
-def G_of_any_dim(x):  # noqa: N802
-    return (x - 1).square().sum(-1)
-
-
 def test_the_seed_of_a_run_reproduces_it():
     settings = {"num_particles": 20, "maxiter": 10}
     result = minimize_on_circle(runs=5, seed=40, **settings)
@@ -741,16 +718,6 @@ def test_a_callback_stops_the_run(way):
     assert result.message.startswith("the callback stopped the run")
     assert result.success is False
     assert result.history.n.tolist() == [0, 3, 4]
-
-
-@pytest.mark.parametrize(
-    ("answer", "steps"),
-    [(None, 3), (False, 3), (np.False_, 3), (np.array(False), 3), (torch.tensor(False), 3),
-     (True, 0), (np.True_, 0), (np.array(True), 0), (torch.tensor(True), 0)],
-    ids=str,
-)  # fmt: skip
-def test_callbacks_may_return_any_truth_value(answer, steps):
-    assert minimize_on_circle(callback=lambda state: answer, maxiter=3).nit == steps
 
 
 @pytest.mark.parametrize(
@@ -1370,34 +1337,6 @@ def test_capture_warnings_are_issued_and_noted():
     if VARIABLE not in os.environ:  # type checks call in between
         assert {warning.filename for warning in caught} == {__file__}
     assert len(result.notes) == 3
-
-
-@pytest.mark.parametrize(
-    "settings",
-    [
-        {"dim": np.array(2), "num_particles": torch.tensor(40)},
-        {"seed": np.array(3), "maxiter": torch.tensor(20), "record_every": np.int64(10)},
-        {"seed": torch.tensor(3), "dt": torch.tensor(0.25), "sigma1": np.float32(0.5)},
-        {"lambda1": np.float32(1.0), "dt": np.array(0.25), "noise": np.str_("anisotropic")},
-    ],
-)
-@pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
-def test_settings_may_be_numbers_of_numpy_and_torch(settings):
-    plain = {"dim": 2, "num_particles": 40, "seed": 3, "maxiter": 20, "dt": 0.25, "sigma1": 0.5}
-    expected = minimize(square, **with_dynamics(plain))
-    result = minimize(square, **with_dynamics({**plain, **settings}))
-    assert torch.equal(result.x, expected.x)
-    assert result.seed == 3
-
-
-@pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse them first")
-def test_a_step_in_float32_is_computed_in_float64():
-    step = np.float32(0.1)  # 0.10000000149011612
-    result = minimize(square, dim=2, maxiter=5, dynamics=Paper(dt=step, lambda1=np.float32(0.7)))
-    expected = minimize(
-        square, dim=2, maxiter=5, dynamics=Paper(dt=float(step), lambda1=float(np.float32(0.7)))
-    )
-    assert torch.equal(result.x, expected.x)
 
 
 def square(x):

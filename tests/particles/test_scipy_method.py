@@ -150,15 +150,6 @@ def test_unsupported_options_are_refused(arguments, message):
         optimize.minimize(quartic, [0.0, 0.0], method=fedcb2o.cb2o, **arguments)
 
 
-def test_a_function_of_one_point_that_accepts_many_is_called_for_each():
-    target = np.array([0.5, 0.3, 0.2])
-    result = optimize.minimize(
-        lambda x: np.abs(x / np.sum(x) - target) @ np.ones(3),
-        [0.5] * 3, method=fedcb2o.cb2o, bounds=[(0.01, 1)] * 3, options={"maxfev": 8000},
-    )  # fmt: skip
-    np.testing.assert_allclose(result.x / result.x.sum(), target, atol=1e-3)
-
-
 def test_a_callback_receives_the_value_of_a_function_of_many_points():
     values = []
 

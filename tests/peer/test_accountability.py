@@ -187,24 +187,15 @@ class Line:
         return question
 
 
-def test_honest_members_are_never_accused_of_equivocation(members):
+@pytest.mark.parametrize(
+    ("examples", "steps"), [(12, 15), pytest.param(300, 40, marks=pytest.mark.slow)]
+)
+def test_honest_members_are_never_accused_of_equivocation(members, examples, steps):
     """Two honest members with different models of one agent also detect it in the next round."""
     Members.organisations, Members.federation = members
     options = settings(
-        max_examples=12,
-        stateful_step_count=15,
-        deadline=None,
-        suppress_health_check=list(HealthCheck),
-    )
-    run_state_machine_as_test(Members, settings=options)
-
-
-@pytest.mark.slow
-def test_honest_members_are_never_accused_in_long_schedules(members):
-    Members.organisations, Members.federation = members
-    options = settings(
-        max_examples=300,
-        stateful_step_count=40,
+        max_examples=examples,
+        stateful_step_count=steps,
         deadline=None,
         suppress_health_check=list(HealthCheck),
     )

@@ -2,13 +2,12 @@
 
 import itertools
 import json
-import random
 import shutil
 import signal
 import statistics
 import subprocess
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from functools import partial
@@ -317,14 +316,6 @@ MIN_ACCURACY = 0.85
 """Minimum mean accuracy of eight agents after 50 rounds. Chance is 0.1."""
 
 
-def play(events: list[tuple[float, Callable[[], Any]]]) -> None:
-    """Call each function at its time, in seconds from now."""
-    start = time.monotonic()
-    for delay, action in sorted(events, key=lambda event: event[0]):
-        time.sleep(max(0.0, start + delay - time.monotonic()))
-        action()
-
-
 def check_all_ended(peers: Nodes, *, stopped: Collection[int] = ()) -> None:
     """Check that all nodes end without error, with all rounds and a normal accuracy."""
     assert peers.wait(seconds=90) == [0] * 8, [peers.log(j) for j in range(8)]
@@ -339,58 +330,6 @@ def check_all_ended(peers: Nodes, *, stopped: Collection[int] = ()) -> None:
         f"accuracy {accuracy:.3f}; {received} models arrived and {missed} were missed in 8 x 50 rounds"
     )
     assert accuracy > MIN_ACCURACY
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_nodes_without_faults_complete_all_rounds(tmp_path):
-    """Baseline of the tests below."""
-    with nodes(tmp_path, 8, changes=LONG, **PACE) as peers:
-        peers.start()
-        check_all_ended(peers)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_three_of_eight_nodes_are_killed_at_random_times(tmp_path):
-    draw = random.Random(0)
-    with nodes(tmp_path, 8, changes=LONG, **PACE) as peers:
-        peers.start()
-        peers.until(0, 1)
-
-        def kill(j: int) -> None:
-            peers.send(j, signal.SIGKILL)
-            assert peers.wait(j) == [-signal.SIGKILL]
-
-        events = []
-        for j in draw.sample(range(8), 3):
-            for start in (0.0, 3.5):  # two kills per node
-                kill_time = start + draw.uniform(0, 2)
-                events += [
-                    (kill_time, partial(kill, j)),
-                    (kill_time + draw.uniform(0, 1.5), partial(peers.start, j, resume=True)),
-                ]
-        play(events)
-        check_all_ended(peers)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_two_of_eight_nodes_are_stopped_for_longer_than_a_lease(tmp_path):
-    draw = random.Random(0)
-    with nodes(tmp_path, 8, changes=LONG, **{**PACE, "round_seconds": 0.4}) as peers:
-        peers.start()
-        peers.until(0, 1)
-        events = []
-        stopped = draw.sample(range(8), 2)
-        for j in stopped:
-            stop_time = draw.uniform(0, 4)
-            events += [
-                (stop_time, partial(peers.send, j, signal.SIGSTOP)),
-                (stop_time + 12, partial(peers.send, j, signal.SIGCONT)),
-            ]
-        play(events)
-        check_all_ended(peers, stopped=stopped)
 
 
 @pytest.mark.slow
@@ -411,24 +350,6 @@ def test_slow_and_interrupted_links(tmp_path):
         check_all_ended(peers)
         assert proxies[0].passed[1] > 50 * 150_000
         assert proxies[1].dropped > 5
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_three_of_eight_nodes_have_full_disks(tmp_path):
-    draw = random.Random(0)
-    with nodes(tmp_path, 8, changes=LONG, **PACE) as peers:
-        limited = draw.sample(range(8), 3)
-        for j in range(8):
-            size = draw.randrange(1000, 25_000)  # bytes: the limit is reached in different files
-            peers.start(j, **({"prepare": partial(faults.full, size)} if j in limited else {}))
-        for j in limited:
-            assert peers.wait(j) == [2], peers.log(j)
-            (line,) = peers.log(j).splitlines()
-            assert "cannot write" in line
-            assert "make room" in line
-        peers.start(*limited, resume=True)
-        check_all_ended(peers)
 
 
 SHIM = """

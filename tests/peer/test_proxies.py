@@ -23,8 +23,6 @@ from tests.tiny import ENVIRONMENT
 
 from fedcb2o.peer import Federation, read_federation
 from fedcb2o.peer.node.preflight import CheckResult, check_members
-from fedcb2o.peer.wire.probe import probe_member
-from fedcb2o.peer.wire.transport import Https
 
 ROOT = Path(__file__).parents[2]
 TINYPROXY = shutil.which("tinyproxy")
@@ -106,19 +104,6 @@ def test_a_node_behind_tinyproxy_with_a_password_gets_the_bits_of_a_simulation(t
         assert f"CONNECT {member.endpoint} HTTP" in log
 
 
-@needs_tinyproxy
-@pytest.mark.parametrize("name", ["", "name:wrong@"])
-def test_a_check_names_the_refusal_of_tinyproxy(name, tmp_path, monkeypatch) -> None:
-    orgs = members.identities(tmp_path, 2)
-    with tinyproxy(tmp_path, members.federated(orgs)) as port:
-        monkeypatch.setenv("HTTPS_PROXY", f"http://{name}127.0.0.1:{port}")
-        error = probe_member(orgs[0].member, orgs[1]).error
-    assert f"127.0.0.1:{port} lets no connection" in error
-    # It answers 401 to a wrong password, in place of 407.
-    assert "407" in error or "401" in error
-    assert "check the name and password in HTTPS_PROXY" in error
-
-
 @contextlib.contextmanager
 def mitmproxy(folder: Path, trusted: str) -> Iterator[dict[str, str]]:
     """Run mitmproxy, which trusts a root, and yield the variables of a member behind it."""
@@ -174,14 +159,3 @@ def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(
     assert b"/v1/boxes/org-1/" in seen
     for hidden in (b"/v1/hello", b"/v1/manifest", b"/v1/models", b'"seen"'):
         assert hidden not in seen
-
-
-@needs_mitmproxy
-def test_a_check_names_the_authority_of_mitmproxy(tmp_path, monkeypatch) -> None:
-    orgs = members.identities(tmp_path, 2)
-    with mitmproxy(tmp_path, orgs[0].member.root) as variables:
-        monkeypatch.setenv("HTTPS_PROXY", variables["HTTPS_PROXY"])
-        with Https(members.federated(orgs), orgs[0]):
-            error = probe_member(orgs[0].member, orgs[1]).error
-    assert "a program with a certificate by 'mitmproxy' answers in place of org-0" in error
-    assert "--signatures-only" in error
