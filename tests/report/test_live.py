@@ -44,7 +44,7 @@ def test_a_folder_without_a_run_is_named(tmp_path):
 
 @pytest.mark.parametrize(
     ("path", "host", "status"),
-    [("/", "127.0.0.1", 200), ("/", "evil.example", 404), ("/config.toml", "localhost", 404)],
+    [("/", "127.0.0.1", 200), ("/", "evil.example", 421), ("/config.toml", "localhost", 404)],
 )
 def test_the_server_answers_browsers_of_this_machine_only(folder, path, host, status):
     with make_server(folder, 0, 5) as server:

@@ -16,7 +16,6 @@ from torch import Tensor
 
 _NUM_PROBED = 16
 """Values of a sample that find candidates, so that large data sets are compared in little time."""
-_MAX_BLOCK_BYTES = 2**22
 _MAX_ROWS = 2048
 _MAX_COLUMNS = 1024
 """Rows that are compared in all values, and from which, with columns, chance is estimated."""
@@ -38,37 +37,26 @@ def count_shared(part: Shaped[Tensor, "n *d"], other: Shaped[Tensor, "m *d"]) ->
     rows, others = (x.detach().to(kind).reshape(len(x), -1).numpy() for x in (part, other))
     width = rows.shape[1]
     probed = np.unique(np.linspace(0, width - 1, _NUM_PROBED).astype(np.int64))
-    hashes, other_hashes = _hashes(rows[:, probed]), _hashes(others[:, probed])
-    candidates = np.flatnonzero(np.isin(hashes, other_hashes))
+    keys, other_keys = _keys(rows[:, probed]), _keys(others[:, probed])
+    candidates = np.flatnonzero(np.isin(keys, other_keys))
     count = len(candidates)
     if count and width > len(probed):
         # Some samples that agree in the probed values are compared in all.
         candidates = candidates[:: -(-count // _MAX_ROWS)]
-        counterparts = others[np.isin(other_hashes, hashes[candidates])]
-        is_equal = np.isin(_hashes(rows[candidates]), _hashes(counterparts))
+        counterparts = others[np.isin(other_keys, keys[candidates])]
+        is_equal = np.isin(_keys(rows[candidates]), _keys(counterparts))
         count = round(count * float(is_equal.mean()))
     if count < _LEAST_SHARE * len(rows):
         return 0
     return count if count > 10 * len(rows) * len(others) * _coincidence(others) else 0
 
 
-def _hashes(rows: NDArray[Any]) -> NDArray[np.uint64]:
-    """Return a hash of 64 bits of each row."""
-    width = -(-rows.shape[1] * rows.itemsize // 8)
-    # Odd factors, the same in each call. Shifts mix the high bits, such as signs, into the others.
-    factors = np.random.default_rng(0).integers(2**62, size=width, dtype=np.uint64) * 2 + 1
-    hashes = np.empty(len(rows), np.uint64)
-    block = max(1, _MAX_BLOCK_BYTES // (8 * width))
-    for start in range(0, len(rows), block):
-        values = np.ascontiguousarray(rows[start : start + block])
-        if values.dtype.kind == "f":
-            values = values + 0.0  # -0.0 equals 0.0
-        words = np.zeros((len(values), 8 * width), np.uint8)
-        words[:, : values.shape[1] * values.itemsize] = values.view(np.uint8)
-        mixed = words.view(np.uint64)
-        mixed = (mixed ^ (mixed >> 31)) * factors
-        hashes[start : start + block] = (mixed ^ (mixed >> 29)).sum(1, dtype=np.uint64)
-    return hashes
+def _keys(rows: NDArray[Any]) -> NDArray[np.bytes_]:
+    """Return the bytes of each row as one value."""
+    values = np.ascontiguousarray(rows)
+    if values.dtype.kind == "f":
+        values = values + 0.0  # -0.0 equals 0.0
+    return values.view(f"S{values.shape[1] * values.itemsize}")[:, 0]
 
 
 def _coincidence(rows: NDArray[Any]) -> float:

@@ -1,29 +1,22 @@
 """Server of /metrics and /health on a loopback port (extra `metrics`)."""
 
 import json
-import re
 import threading
 from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from fedcb2o.errors import ConfigError, RunError
-
-_HOST = "127.0.0.1"
-_REQUEST_SECONDS = 10.0
-_LOCAL_HOST = re.compile(r"(localhost|127\.0\.0\.1|\[::1\])(:[0-9]{1,5})?", re.IGNORECASE)
-"""Host of a request to this machine. A web page whose name leads to loopback has another one."""
+from fedcb2o.errors import ConfigError
+from fedcb2o.loopback_server import loopback_server
 
 
 class MetricsServer:
     """Server of the metrics and the health of a process.
 
-    /health answers 503 if the process is not healthy. A request to another host than loopback gets
-    421. Port 0 takes any free port. `expires`, the expiry of the TLS certificate, is a metric.
-    `health` returns the state: the key `healthy`, and others. `before_metrics` is called before the
-    metrics are read.
+    /health answers 503 if the process is not healthy. Port 0 takes any free port. `expires`, the
+    expiry of the TLS certificate, is a metric. `health` returns the state: the key `healthy`, and
+    others. `before_metrics` is called before the metrics are read.
     """
 
     def __init__(
@@ -49,7 +42,7 @@ class MetricsServer:
             "certificate_expiry_seconds", "Expiry of the TLS certificate, Unix time"
         )
         expiry.set(expires.timestamp())
-        self._server = self._listen(port)
+        self._server = loopback_server(port, self._answer)
         self.port = self._server.server_address[1]
 
     def start(self) -> None:
@@ -79,38 +72,15 @@ class MetricsServer:
 
         return Counter(f"fedcb2o_{key}", text, labels, registry=self._registry)
 
-    def _listen(self, port: int) -> ThreadingHTTPServer:
-        metrics = self
-
-        class Handler(BaseHTTPRequestHandler):
-            timeout = _REQUEST_SECONDS
-
-            def do_GET(self) -> None:
-                hosts = self.headers.get_all("Host", [])
-                if len(hosts) != 1 or not _LOCAL_HOST.fullmatch(hosts[0].strip()):
-                    self.send_error(421, explain="the host must be localhost, 127.0.0.1 or [::1]")
-                elif self.path == "/metrics":
-                    metrics._before_metrics()
-                    self._send(200, metrics._generate(), "text/plain; version=0.0.4")
-                elif self.path == "/health":
-                    content = metrics._health()
-                    status = 200 if content["healthy"] else 503
-                    self._send(status, json.dumps(content).encode(), "application/json")
-                else:
-                    self.send_error(404)
-
-            def _send(self, status: int, content: bytes, kind: str) -> None:
-                self.send_response(status)
-                self.send_header("Content-Type", kind)
-                self.send_header("Content-Length", str(len(content)))
-                self.end_headers()
-                self.wfile.write(content)
-
-            def log_message(self, *_: object) -> None: ...
-
-        try:
-            return ThreadingHTTPServer((_HOST, port), Handler)
-        except OSError as error:
-            raise RunError(
-                f"cannot serve metrics at {_HOST}:{port}: {error.strerror or error}"
-            ) from error
+    def _answer(self, target: str) -> tuple[int, bytes, str]:
+        if target == "/metrics":
+            self._before_metrics()
+            return 200, self._generate(), "text/plain; version=0.0.4"
+        if target == "/health":
+            content = self._health()
+            return (
+                200 if content["healthy"] else 503,
+                json.dumps(content).encode(),
+                "application/json",
+            )
+        return 404, b"there are /metrics and /health", "text/plain"
