@@ -1,7 +1,6 @@
 """A convolution by products of spectra is the convolution, and its derivatives."""
 
 import functools
-import itertools
 
 import pytest
 import torch
@@ -189,39 +188,6 @@ def test_a_non_finite_value_affects_only_its_image_or_channel():
     assert finite[:, 8:].all()
 
 
-def test_second_derivatives_agree():
-    """Differentiate the gradient of a convolution by its input, as score networks do."""
-    x = random_tensor(16, 32, 14, 14)
-    weight = random_tensor(64, 32, 5, 5, seed=1) / 30
-    bias = random_tensor(64, seed=2)
-
-    def second_derivatives():
-        inputs = [t.clone().requires_grad_() for t in (x, weight, bias)]
-        y = F.conv2d(*inputs, padding=2).tanh().sum()
-        slope, *_ = torch.autograd.grad(y, inputs[0], create_graph=True)
-        return torch.autograd.grad(slope.square().sum(), inputs)
-
-    results, convolutions = counted(second_derivatives)
-    assert convolutions == 0
-    for one, other in zip(results, second_derivatives(), strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * other.abs().max().item())
-
-
-@pytest.mark.filterwarnings("ignore:.torch.jit")
-def test_functional_and_forward_derivatives_agree():
-    x, weight = random_tensor(16, 32, 14, 14), random_tensor(64, 32, 5, 5, seed=1)
-
-    def loss(weight):
-        return F.conv2d(x, weight, padding=2).square().mean()
-
-    by_grad, convolutions = counted(lambda: torch.func.grad(loss)(weight))
-    assert convolutions == 0
-    torch.testing.assert_close(by_grad, torch.func.grad(loss)(weight), rtol=1e-3, atol=1e-5)
-    (_, directional), _ = counted(lambda: torch.func.jvp(loss, (weight,), (weight,)))
-    # the loss is a square of the weight
-    torch.testing.assert_close(directional, 2 * loss(weight), rtol=1e-4, atol=0)
-
-
 def test_training_works_after_inference():
     x, weight = random_tensor(16, 32, 13, 13), random_tensor(64, 32, 5, 5, seed=1).requires_grad_()
     _fft_conv._dft_tables.cache_clear()
@@ -252,30 +218,3 @@ def test_a_network_repeats_its_bits_and_agrees_with_pytorch():
         torch.testing.assert_close(
             one, expected, rtol=1e-4, atol=1e-4 * expected.abs().max().item()
         )
-
-
-def test_only_requested_gradients_are_computed():
-    x = random_tensor(16, 32, 14, 14)
-    weight = random_tensor(64, 32, 5, 5, seed=1)
-    bias = random_tensor(64, seed=2)
-    g = random_tensor(16, 64, 14, 14, seed=3)
-    references = [x.clone(), weight.clone(), bias.clone()]
-    expected_gradients = torch.autograd.grad(
-        F.conv2d(*(t.requires_grad_() for t in references), padding=2), references, g
-    )
-    for is_requested in itertools.product([False, True], repeat=3):
-        inputs = [
-            t.detach().clone().requires_grad_(a)
-            for t, a in zip((x, weight, bias), is_requested, strict=True)
-        ]
-        y, convolutions = counted(functools.partial(F.conv2d, *inputs, padding=2))
-        assert convolutions == 0
-        assert y.requires_grad == any(is_requested)
-        if any(is_requested):
-            y.backward(g)
-        for tensor, expected, a in zip(inputs, expected_gradients, is_requested, strict=True):
-            assert (tensor.grad is not None) == a
-            if a:
-                torch.testing.assert_close(
-                    tensor.grad, expected, rtol=1e-3, atol=2e-6 * expected.abs().max().item()
-                )

@@ -20,12 +20,7 @@ from tests.processes import needs_proc
 
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.parallel import _shared_memory
-from fedcb2o.parallel._executors import (
-    PoolExecutor,
-    SerialExecutor,
-    balance_load,
-    one_thread,
-)
+from fedcb2o.parallel._executors import PoolExecutor, SerialExecutor, balance_load, one_thread
 from fedcb2o.parallel._process_pool import current_pool
 
 SPECS = {

@@ -271,10 +271,7 @@ def test_a_signal_ends_a_run_with_one_line_and_leaves_no_files(undisturbed, tmp_
 
 
 @needs_proc
-@pytest.mark.parametrize(
-    "after",
-    [0.0, 2.0, 4.0],
-)
+@pytest.mark.parametrize("after", [0.0, 2.0, 4.0])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 @pytest.mark.slow
 def test_a_group_killed_while_workers_start_leaves_no_files(undisturbed, tmp_path, number, after):

@@ -4,8 +4,6 @@ import pytest
 from tests.peer.members import federated, forget_signed_versions, identities
 from tests.peer.relays import behind_nat
 
-from fedcb2o.peer import Federation, Identity
-
 
 @pytest.fixture(scope="module")
 def identity_folder(tmp_path_factory):
@@ -34,7 +32,7 @@ def federation_file(tmp_path, federation_bytes, organisations):
 
 
 @pytest.fixture(scope="module")
-def federation_of_three(tmp_path_factory) -> tuple[list[Identity], Federation]:
+def federation_of_three(tmp_path_factory):
     """Return three organisations without a reachable endpoint, and their federation."""
     orgs = behind_nat(tmp_path_factory.mktemp("three"), 3)
     return orgs, federated(orgs)

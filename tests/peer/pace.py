@@ -80,12 +80,7 @@ class Hostile:
         return Answer(AnswerStatus.OK, content)
 
 
-STRATEGIES = (
-    "claims the last round",
-    "just before the deadline",
-    "after 0.9 s",
-    "silent",
-)
+STRATEGIES = ("claims the last round", "just before the deadline", "after 0.9 s", "silent")
 
 
 class Times:

@@ -41,7 +41,7 @@ from fedcb2o.peer.wire.transport import Https
 
 
 @pytest.fixture
-def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
+def lenient(monkeypatch):
     """Accept every root, so that only the check of the link is left."""
 
     def load(pem: str, *arguments: Any, **options: Any) -> x509.Certificate:
@@ -51,7 +51,7 @@ def lenient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def three(tmp_path: Path) -> list[Identity]:
+def three(tmp_path):
     return identities(tmp_path, 3)
 
 
@@ -77,19 +77,13 @@ def stack_of_streams(
     return streams
 
 
-def test_links_of_an_authority_with_another_members_name_displace_no_link(
-    three, lenient, tmp_path
-) -> None:
+def test_links_of_an_authority_with_another_members_name_displace_no_link(three, lenient, tmp_path):
     """Honest members exchange 60 messages while the hostile one opens 24 links in the name of one."""
     server, honest, hostile = three
     hostile = use_root(hostile, root_with_path_length(hostile, None))
     agreed = federated([server, honest, hostile])
     context = impostor_context(hostile, "org-1", server.member, tmp_path / "impostor")
-    with (
-        Https(agreed, server) as node,
-        Https(agreed, honest) as client,
-        ExitStack() as stack,
-    ):
+    with Https(agreed, server) as node, Https(agreed, honest) as client, ExitStack() as stack:
         node.serve(answering())
         assert wait_for(lambda: ask(client, 0, "hello", 5.0)) == [b"heard hello"]
         before = counts(node, agreed)["org-1"]
@@ -105,7 +99,7 @@ def test_links_of_an_authority_with_another_members_name_displace_no_link(
         assert counts(node, agreed) == {"org-0": 0, "org-1": before, "org-2": 0}
 
 
-def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path) -> None:
+def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path):
     """Only the certificate of another authority under the trusted root is at the listening end."""
     node, _, hostile = three
     hostile = use_root(hostile, root_with_path_length(hostile, None))
@@ -143,7 +137,7 @@ def test_a_dialled_member_cannot_answer_by_an_authority(three, lenient, tmp_path
             wait_for(lambda: "has no certificate of org-2 (no root" in transport.error)
 
 
-def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path) -> None:
+def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path):
     """Without any check of the link, the roots that a federation accepts suffice."""
     server, _, hostile = three
     agreed = federated(three)
@@ -156,7 +150,7 @@ def test_the_length_of_a_path_ends_an_authority_in_tls(three, tmp_path) -> None:
         assert not any(counts(node, agreed).values())
 
 
-def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp_path) -> None:
+def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp_path):
     """The root issued it directly, whatever its own name is."""
     server, _, hostile = three
     agreed = federated(three)
@@ -171,7 +165,7 @@ def test_the_certificate_of_an_authority_counts_as_that_of_its_issuer(three, tmp
 @pytest.mark.parametrize("name", ["org-1", "org-0", "stranger", "relay\nNote: org-1 cheats\x1b[2J"])
 def test_a_relay_closes_links_of_authorities_without_a_line_or_a_trace(
     name, three, lenient, tmp_path, caplog
-) -> None:
+):
     """org-0 is a former member, and its root would sign for any name."""
     caplog.set_level(logging.INFO, "fedcb2o")
     hostile = use_root(three[0], root_with_path_length(three[0], None))
@@ -220,7 +214,7 @@ CURES: dict[str, Cure] = {
 @pytest.mark.parametrize("cure", CURES)
 def test_a_root_that_signs_authorities_stops_a_federation_until_it_is_replaced(
     cure, three, tmp_path, monkeypatch
-) -> None:
+):
     path = tmp_path / "federation.toml"
     federation_of_former_release(three, path, monkeypatch)
     message = "`root` of org-2 may sign authorities.*renew --out.*amend` with --replace"
@@ -243,7 +237,7 @@ def test_a_root_that_signs_authorities_stops_a_federation_until_it_is_replaced(
     read_federation(second)
 
 
-def test_a_version_with_a_root_that_signs_authorities_is_not_signed(three, tmp_path) -> None:
+def test_a_version_with_a_root_that_signs_authorities_is_not_signed(three, tmp_path):
     path = tmp_path / "federation.toml"
     write_federation(amend_federation(federated(three), remove=["org-2"]), path)
     root = three[1].member.root

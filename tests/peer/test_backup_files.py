@@ -18,7 +18,7 @@ from fedcb2o.peer.wire.equivocation import RESTORED_FILE
 
 
 @pytest.fixture
-def node(tmp_path: Path) -> tuple[Path, Path]:
+def node(tmp_path):
     """Return the folders of keys and run of a node."""
     orgs = members.identities(tmp_path, 2)
     run = tmp_path / "run"
@@ -30,7 +30,7 @@ def node(tmp_path: Path) -> tuple[Path, Path]:
 
 
 @pytest.fixture
-def backup(node: tuple[Path, Path], tmp_path: Path) -> Path:
+def backup(node, tmp_path):
     back_up(*node, tmp_path / "backup.tar.gz")
     return tmp_path / "backup.tar.gz"
 

@@ -14,19 +14,19 @@ from tests.peer.members import federated, identities
 
 from fedcb2o import cli
 from fedcb2o.errors import DataError, RunError
-from fedcb2o.peer import Federation, Identity, amend_federation, write_federation
+from fedcb2o.peer import Identity, amend_federation, write_federation
 from fedcb2o.peer.wire import equivocation as room
 from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
 from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest, decode_manifest
 
 
 @pytest.fixture(scope="module")
-def orgs(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory):
     return identities(tmp_path_factory.mktemp("who"), 4)
 
 
 @pytest.fixture(scope="module")
-def federation(orgs) -> Federation:
+def federation(orgs):
     return federated(orgs, rounds=1000, lag=2)
 
 

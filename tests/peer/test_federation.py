@@ -29,13 +29,7 @@ def test_a_federation_file_contains_all_agreed_settings(federation_file, organis
         agreement.rounds,
         agreement.seed,
         agreement.shape,
-    ) == (
-        1,
-        4,
-        3,
-        1000,
-        (1, 8, 8),
-    )
+    ) == (1, 4, 3, 1000, (1, 8, 8))
     assert agreement.class_names == tuple("0123456789")
     assert [agreement.id_of(identity.member) for identity in organisations[:4]] == [0, 1, 2, 3]
     assert {id: member.name for id, member in agreement.members.items()} == {

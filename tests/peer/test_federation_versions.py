@@ -113,11 +113,7 @@ def test_a_certificate_or_a_key_is_replaced_under_the_same_id(
     ]
     assert [
         second.id_of(identity.member) for identity in (organisations[0], moved, replacement)
-    ] == [
-        0,
-        1,
-        2,
-    ]
+    ] == [0, 1, 2]
     with pytest.raises(ConfigError, match="org-1 is in tiny, version 2 with another `endpoint`"):
         second.id_of(organisations[1].member)
     with pytest.raises(

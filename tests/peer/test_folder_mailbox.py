@@ -27,14 +27,14 @@ FIRST, SECOND = f"{1:020}-{1:08x}", f"{2:020}-{1:08x}"
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
+def folder(tmp_path):
     made = tmp_path / "shared"
     made.mkdir(mode=0o700)
     return made
 
 
 @pytest.fixture
-def outside(tmp_path: Path) -> Path:
+def outside(tmp_path):
     return shared_folder.make_outside(tmp_path / "hospital")
 
 
@@ -48,9 +48,7 @@ def make_old(*paths: Path) -> None:
 
 
 @pytest.mark.parametrize("place", ["boxes/x", "boxes/org-9", "boxes/org-0/" + "b" * 32, "cards/x"])
-def test_a_link_in_the_folder_removes_nothing_elsewhere(
-    folder: Path, outside: Path, place: str
-) -> None:
+def test_a_link_in_the_folder_removes_nothing_elsewhere(folder, outside, place):
     box = mailbox(folder)
     for target in (outside, outside / "keys", outside / "keys" / ("0" * 32)):
         before = shared_folder.snapshot(outside)
@@ -63,7 +61,7 @@ def test_a_link_in_the_folder_removes_nothing_elsewhere(
         (folder / place).unlink()
 
 
-def test_a_folder_moved_into_a_box_keeps_its_files(folder: Path, outside: Path) -> None:
+def test_a_folder_moved_into_a_box_keeps_its_files(folder, outside):
     box = mailbox(folder)
     (outside / "keys").rename(folder / "boxes" / "org-0" / ("b" * 32))
     make_old(folder / "boxes" / "org-0" / ("b" * 32))
@@ -73,7 +71,7 @@ def test_a_folder_moved_into_a_box_keeps_its_files(folder: Path, outside: Path) 
     assert "0" * 32 in names
 
 
-def test_only_own_stale_cards_and_boxes_are_removed(folder: Path) -> None:
+def test_only_own_stale_cards_and_boxes_are_removed(folder):
     other = mailbox(folder, "org-1")
     own = mailbox(folder)
     for box, name in ((own, "org-0"), (other, "org-1")):
@@ -93,9 +91,7 @@ def test_only_own_stale_cards_and_boxes_are_removed(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["link", "FIFO", "regular file", "socket"])
 @pytest.mark.parametrize("place", ["cards", "boxes", "boxes/org-0", "cards/org-0.run"])
-def test_an_own_part_of_another_kind_is_refused_by_name(
-    folder: Path, outside: Path, monkeypatch, place: str, kind: str
-) -> None:
+def test_an_own_part_of_another_kind_is_refused_by_name(folder, outside, monkeypatch, place, kind):
     if (place, kind) == ("cards/org-0.run", "regular file"):
         kind = "folder"
     make = {
@@ -114,7 +110,7 @@ def test_an_own_part_of_another_kind_is_refused_by_name(
 
 @pytest.mark.parametrize("place", ["boxes/org-0", "cards/org-0.run"])
 @pytest.mark.skipif(os.getuid() != 0, reason="only root gives files away")
-def test_an_own_part_of_another_user_is_refused_by_name(folder: Path, place: str) -> None:
+def test_an_own_part_of_another_user_is_refused_by_name(folder, place):
     mailbox(folder).publish_card("org-0.run", b"card")
     os.chown(folder / place, 12345, -1)
     with pytest.raises(ConfigError, match=f"{place}: it belongs to another user .number 12345"):
@@ -122,7 +118,7 @@ def test_an_own_part_of_another_user_is_refused_by_name(folder: Path, place: str
     mailbox(folder, "org-1")  # another member's part is its own affair
 
 
-def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
+def test_the_folder_itself_may_be_a_link(folder, tmp_path):
     (tmp_path / "mount").symlink_to(folder)
     box = mailbox(tmp_path / "mount")
     box.take(BOX, 0.0)
@@ -130,9 +126,7 @@ def test_the_folder_itself_may_be_a_link(folder: Path, tmp_path: Path) -> None:
     assert box.take(BOX, 0.0) == [b"text"]
 
 
-def test_entries_that_are_no_messages_neither_stop_nor_hide_messages(
-    folder: Path, outside: Path, monkeypatch
-) -> None:
+def test_entries_that_are_no_messages_neither_stop_nor_hide_messages(folder, outside, monkeypatch):
     monkeypatch.chdir(folder)
     box = mailbox(folder)
     assert box.take(BOX, 0.0) == []
@@ -156,7 +150,7 @@ def test_entries_that_are_no_messages_neither_stop_nor_hide_messages(
     assert box.take(BOX, 0.0) == []
 
 
-def test_a_card_that_is_no_file_is_named_once_and_others_are_read(folder: Path, caplog) -> None:
+def test_a_card_that_is_no_file_is_named_once_and_others_are_read(folder, caplog):
     box = mailbox(folder)
     mailbox(folder, "org-1").publish_card("org-1.run", b"card")
     os.mkfifo(folder / "cards" / "org-2.run")
@@ -167,7 +161,7 @@ def test_a_card_that_is_no_file_is_named_once_and_others_are_read(folder: Path, 
     assert line.endswith("cards/org-2.run: it is a FIFO, not a regular file: it is ignored")
 
 
-def test_a_card_replaces_the_entry_in_its_place(folder: Path, outside: Path) -> None:
+def test_a_card_replaces_the_entry_in_its_place(folder, outside):
     box = mailbox(folder)
     card = folder / "cards" / "org-0.run"
     key = outside / "keys" / "signing.key"
@@ -181,7 +175,7 @@ def test_a_card_replaces_the_entry_in_its_place(folder: Path, outside: Path) -> 
         assert key.read_bytes() == before
 
 
-def test_a_million_other_cards_hide_none(folder: Path, monkeypatch) -> None:
+def test_a_million_other_cards_hide_none(folder, monkeypatch):
     monkeypatch.setattr(folder_mailbox, "_MAX_ENTRIES", 4)
     box = mailbox(folder)
     for number in range(100):
@@ -190,7 +184,7 @@ def test_a_million_other_cards_hide_none(folder: Path, monkeypatch) -> None:
     assert box.cards() == {"org-1.run": b"card"}
 
 
-def test_a_box_full_of_other_entries_is_put_aside(folder: Path, monkeypatch, caplog) -> None:
+def test_a_box_full_of_other_entries_is_put_aside(folder, monkeypatch, caplog):
     monkeypatch.setattr(folder_mailbox, "_MAX_ENTRIES", 8)
     box = mailbox(folder)
     box.take(BOX, 0.0)
@@ -203,7 +197,7 @@ def test_a_box_full_of_other_entries_is_put_aside(folder: Path, monkeypatch, cap
     assert box.take(BOX, 0.0) == [b"text"]
 
 
-def test_users_have_their_turn(folder: Path, monkeypatch) -> None:
+def test_users_have_their_turn(folder, monkeypatch):
     """One user's hundred old messages do not delay another's."""
     users = {f"{n:020}-{n:08x}": 1 for n in range(100)} | {f"{200:020}-{0:08x}": 2}
 
@@ -217,7 +211,7 @@ def test_users_have_their_turn(folder: Path, monkeypatch) -> None:
     assert sorted(order) == sorted(users)
 
 
-def test_a_message_larger_than_allowed_is_dropped(folder: Path) -> None:
+def test_a_message_larger_than_allowed_is_dropped(folder):
     box = mailbox(folder)
     box.take(BOX, 0.0)
     shared_folder.make_huge(folder / "boxes" / BOX / FIRST)
@@ -226,7 +220,7 @@ def test_a_message_larger_than_allowed_is_dropped(folder: Path) -> None:
     assert list((folder / "boxes" / BOX).iterdir()) == []
 
 
-def test_a_box_that_is_a_link_gets_no_message(folder: Path, outside: Path) -> None:
+def test_a_box_that_is_a_link_gets_no_message(folder, outside):
     box = mailbox(folder, "org-1")
     (folder / "boxes" / "org-0").mkdir()
     (folder / "boxes" / BOX).symlink_to(outside)
@@ -238,7 +232,7 @@ def test_a_box_that_is_a_link_gets_no_message(folder: Path, outside: Path) -> No
     assert shared_folder.snapshot(outside) == before
 
 
-def test_mailbox_files_have_the_access_rights_of_the_folder(tmp_path: Path) -> None:
+def test_mailbox_files_have_the_access_rights_of_the_folder(tmp_path):
     for mode in (0o777, 0o1777, 0o2770, 0o700):
         folder = tmp_path / oct(mode)
         folder.mkdir()
@@ -257,12 +251,12 @@ def test_mailbox_files_have_the_access_rights_of_the_folder(tmp_path: Path) -> N
         assert file.stat().st_mode & 0o777 == mode & 0o666
 
 
-def test_a_folder_without_the_right_to_write_is_refused(tmp_path: Path) -> None:
+def test_a_folder_without_the_right_to_write_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot use the folder"):
         mailbox(Path("/proc"))
 
 
-def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_path: Path) -> None:
+def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_path):
     orgs, federation = federation_of_three
     with ExitStack() as exit_stack:
         transports = relays.relayed("folder", orgs[:2], federation, tmp_path, exit_stack)
@@ -275,9 +269,7 @@ def test_invalid_files_in_a_mailbox_folder_are_ignored(federation_of_three, tmp_
         assert transports[0].ask(1, b"hello", 5.0).answer() == ok(b"heard hello")
 
 
-def test_a_link_to_a_folder_is_refused_when_a_node_starts(
-    federation_of_three, folder: Path, outside: Path
-) -> None:
+def test_a_link_to_a_folder_is_refused_when_a_node_starts(federation_of_three, folder, outside):
     orgs, federation = federation_of_three
     (folder / "boxes").symlink_to(outside)
     before = shared_folder.snapshot(outside)
@@ -291,8 +283,8 @@ def test_a_link_to_a_folder_is_refused_when_a_node_starts(
     max_examples=10, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
-    federation_of_three, tmp_path_factory, monkeypatch, seed: int
-) -> None:
+    federation_of_three, tmp_path_factory, monkeypatch, seed
+):
     orgs, federation = federation_of_three
     place = tmp_path_factory.mktemp("hostile")
     outside = shared_folder.make_outside(place / "hospital")
@@ -317,7 +309,7 @@ def test_whatever_a_member_writes_messages_arrive_and_nothing_else_changes(
 
 
 @pytest.mark.slow
-def test_three_nodes_train_while_a_member_writes_anything(tmp_path: Path, monkeypatch) -> None:
+def test_three_nodes_train_while_a_member_writes_anything(tmp_path, monkeypatch):
     orgs = behind_nat(tmp_path, 3)
     changes = {"rounds": 20, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
     path = tmp_path / "federation.toml"
@@ -344,7 +336,7 @@ def test_three_nodes_train_while_a_member_writes_anything(tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-def test_a_node_ends_at_once_beside_fifos(tmp_path: Path) -> None:
+def test_a_node_ends_at_once_beside_fifos(tmp_path):
     orgs = behind_nat(tmp_path, 2)
     changes = {"rounds": 1000}
     path = tmp_path / "federation.toml"

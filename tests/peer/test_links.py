@@ -10,7 +10,6 @@ import ssl
 import struct
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,13 +30,13 @@ ANSWER = Answer(AnswerStatus.OK, b"answer")
 
 
 @pytest.fixture(scope="module")
-def organisations(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Identity], Federation]:
+def organisations(tmp_path_factory):
     orgs = identities(tmp_path_factory.mktemp("organisations"), 3)
     return orgs, federated(orgs)
 
 
 @pytest.fixture
-def exit_stack() -> Iterator[contextlib.ExitStack]:
+def exit_stack():
     with contextlib.ExitStack() as stack:
         yield stack
 

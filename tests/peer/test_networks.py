@@ -103,7 +103,7 @@ def tunnel(**settings: object) -> Iterator[type[Tunnel]]:
 
 
 @pytest.fixture(autouse=True)
-def no_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_proxy(monkeypatch):
     for name in ("HTTPS_PROXY", "https_proxy", "NO_PROXY", "no_proxy", "HTTP_PROXY", "ALL_PROXY"):
         monkeypatch.delenv(name, raising=False)
 
@@ -114,7 +114,7 @@ def pair(tmp_path):
     return orgs, members.federated(orgs)
 
 
-def test_direct_links_use_the_proxy_with_a_name_and_a_password(pair, monkeypatch) -> None:
+def test_direct_links_use_the_proxy_with_a_name_and_a_password(pair, monkeypatch):
     orgs, federation = pair
     with tunnel() as proxy, Https(federation, orgs[0]) as server:
         server.serve(answering())
@@ -132,13 +132,9 @@ def test_direct_links_use_the_proxy_with_a_name_and_a_password(pair, monkeypatch
 
 @pytest.mark.parametrize(
     ("settings", "name", "text"),
-    [
-        ({}, "", "407"),
-        ({}, "name:wrong@", "407"),
-        ({"allowed": False}, "name:password@", "403"),
-    ],
+    [({}, "", "407"), ({}, "name:wrong@", "407"), ({"allowed": False}, "name:password@", "403")],
 )
-def test_a_check_names_the_refusal_of_a_proxy(settings, name, text, pair, monkeypatch) -> None:
+def test_a_check_names_the_refusal_of_a_proxy(settings, name, text, pair, monkeypatch):
     orgs, federation = pair
     with tunnel(**settings) as proxy, Https(federation, orgs[0]):
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.format(name))
@@ -149,7 +145,7 @@ def test_a_check_names_the_refusal_of_a_proxy(settings, name, text, pair, monkey
     assert "wrong" not in error  # no password in a message
 
 
-def test_a_proxy_that_is_not_there_and_one_of_another_kind_are_named(pair, monkeypatch) -> None:
+def test_a_proxy_that_is_not_there_and_one_of_another_kind_are_named(pair, monkeypatch):
     orgs, _ = pair
     (port,) = members.free_ports(1)
     monkeypatch.setenv("HTTPS_PROXY", f"http://127.0.0.1:{port}")
@@ -162,7 +158,7 @@ def test_a_proxy_that_is_not_there_and_one_of_another_kind_are_named(pair, monke
 
 
 @pytest.fixture
-def inspection(tmp_path) -> ssl.SSLContext:
+def inspection(tmp_path):
     """Return the certificates of a proxy that ends TLS: its authority is in proxy.pem."""
     authority = Identity.make(tmp_path / "proxy", name="inspector", endpoint="127.0.0.1:1")
     (tmp_path / "proxy.pem").write_text(authority.member.root)
@@ -171,9 +167,7 @@ def inspection(tmp_path) -> ssl.SSLContext:
     return context
 
 
-def test_a_check_names_the_authority_of_a_proxy_that_ends_tls(
-    pair, inspection, monkeypatch
-) -> None:
+def test_a_check_names_the_authority_of_a_proxy_that_ends_tls(pair, inspection, monkeypatch):
     orgs, federation = pair
     with tunnel(ends=inspection) as proxy, Https(federation, orgs[0]):
         monkeypatch.setenv("HTTPS_PROXY", proxy.url.format("name:password@"))
@@ -184,7 +178,7 @@ def test_a_check_names_the_authority_of_a_proxy_that_ends_tls(
 
 def test_members_behind_inspection_take_part_through_a_relay_for_signatures_only(
     tmp_path, inspection, monkeypatch
-) -> None:
+):
     """The proxy sees names and sizes, and no content."""
     orgs = relays.behind_nat(tmp_path, 2)
     federation = members.federated(orgs)
@@ -211,7 +205,7 @@ def test_members_behind_inspection_take_part_through_a_relay_for_signatures_only
         assert b"/v1/hello" not in traffic
 
 
-def test_a_relay_for_signatures_only_refuses_requests_without_a_signature(pair, tmp_path) -> None:
+def test_a_relay_for_signatures_only_refuses_requests_without_a_signature(pair, tmp_path):
     orgs, federation = pair
     keys = relays.relay_identity(tmp_path)
     stranger = Identity.make(tmp_path / "stranger", name="org-0", endpoint="127.0.0.1:1")
@@ -236,7 +230,7 @@ def test_a_relay_for_signatures_only_refuses_requests_without_a_signature(pair, 
                 assert raw.exchange(link, raw.get(target, **headers))[0] == status
 
 
-def test_the_file_of_a_proxys_authority_must_be_readable(pair, tmp_path, monkeypatch) -> None:
+def test_the_file_of_a_proxys_authority_must_be_readable(pair, tmp_path, monkeypatch):
     orgs, _ = pair
     keys = relays.relay_identity(tmp_path)
     monkeypatch.setenv("FEDCB2O_PROXY_CA", str(tmp_path / "missing.pem"))
@@ -250,7 +244,7 @@ needs_programs = pytest.mark.skipif(
 
 
 @needs_programs
-def test_the_documented_commands_get_a_manifest_and_a_model(pair, tmp_path) -> None:
+def test_the_documented_commands_get_a_manifest_and_a_model(pair, tmp_path):
     """The commands of docs/networks.md, with the names and the port of this test."""
     orgs, federation = pair
     content = os.urandom(2**20 + 400)
@@ -307,7 +301,7 @@ get "bytes=1048576-" rest
 
 
 @pytest.mark.parametrize("name", ["kubernetes.yaml"])
-def test_the_manifests_of_kubernetes_have_few_rights_and_limits(name) -> None:
+def test_the_manifests_of_kubernetes_have_few_rights_and_limits(name):
     documents = [*yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
     assert [one["kind"] for one in documents] == ["Service", "StatefulSet", "Service", "Deployment"]
     for one in documents[1::2]:
@@ -325,7 +319,7 @@ def test_the_manifests_of_kubernetes_have_few_rights_and_limits(name) -> None:
         assert mounted <= declared
 
 
-def test_the_job_of_slurm_is_valid_shell_and_ends_its_node_in_order(tmp_path) -> None:
+def test_the_job_of_slurm_is_valid_shell_and_ends_its_node_in_order(tmp_path):
     """The scheduler sends SIGTERM; the node gets it, and the job is put into the queue again."""
     script = ROOT / "deploy" / "fedcb2o.sbatch"
     for name, text in (

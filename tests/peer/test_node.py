@@ -155,8 +155,7 @@ SLOW = ("FedCBO", "released", "T_G", "everyone", "before", *GUARDS)
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ALGORITHMS],
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in ALGORITHMS]
 )
 def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
     changes = {**CHANGES, "rounds": 3, "algorithm": ALGORITHMS[name]}

@@ -10,7 +10,6 @@ import subprocess
 import tarfile
 import urllib.error
 import urllib.request
-from pathlib import Path
 
 import pytest
 from tests.peer import members
@@ -48,7 +47,7 @@ RECORD = {
 
 
 @pytest.fixture
-def secret(tmp_path, monkeypatch) -> Path:
+def secret(tmp_path, monkeypatch):
     path = tmp_path / "passphrase"
     path.write_text("a secret of this test\n")
     monkeypatch.setenv(passphrase.FILE_VARIABLE, str(path))

@@ -3,11 +3,10 @@
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,9 +28,7 @@ from fedcb2o.peer.wire.transport import Https, Reply
 
 
 @pytest.fixture(scope="module")
-def organisations(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> tuple[list[Identity], Federation, Path]:
+def organisations(tmp_path_factory):
     """Return three identities, their federation, and the folder of its file."""
     folder = tmp_path_factory.mktemp("organisations")
     members = identities(folder, 3)
@@ -39,7 +36,7 @@ def organisations(
 
 
 @pytest.fixture
-def exit_stack() -> Iterator[ExitStack]:
+def exit_stack():
     with ExitStack() as stack:
         yield stack
 
@@ -97,7 +94,7 @@ def results_of_first(
     return {result.name: result for result in results}
 
 
-def test_members_check_each_other_at_the_same_time(organisations: Any) -> None:
+def test_members_check_each_other_at_the_same_time(organisations):
     members, federation, _ = organisations
 
     def check(j: int) -> list[CheckResult]:
@@ -113,7 +110,7 @@ def test_members_check_each_other_at_the_same_time(organisations: Any) -> None:
         assert all("checking too" in peer_result.notes[0] for peer_result in check[1:])
 
 
-def test_an_unreachable_member_is_reported(organisations: Any, exit_stack: ExitStack) -> None:
+def test_an_unreachable_member_is_reported(organisations, exit_stack):
     members, federation, _ = organisations
     content = {"round": 3, "rounds": 10}
     requests = serve_hello(exit_stack, federation, members[1], content, signer=members[1])
@@ -125,9 +122,7 @@ def test_an_unreachable_member_is_reported(organisations: Any, exit_stack: ExitS
     assert members[2].member.endpoint in results["org-2"].error
 
 
-def test_a_check_next_to_a_running_node_only_sends_requests(
-    organisations: Any, exit_stack: ExitStack
-) -> None:
+def test_a_check_next_to_a_running_node_only_sends_requests(organisations, exit_stack):
     members, federation, _ = organisations
     exit_stack.enter_context(Https(federation, members[0]))
     for member in members[1:]:
@@ -137,9 +132,7 @@ def test_a_check_next_to_a_running_node_only_sends_requests(
     assert "our own node (or another program) has the port" in results["org-0"].notes[0]
 
 
-def test_a_running_node_keeps_the_certificate_of_its_start(
-    tmp_path: Path, exit_stack: ExitStack
-) -> None:
+def test_a_running_node_keeps_the_certificate_of_its_start(tmp_path, exit_stack):
     members = identities(tmp_path, 2)
     federation = federated(members)
     members[0].renew(days=10)
@@ -180,7 +173,7 @@ def certificate_notes(federation: Federation, identity: Identity) -> list[str]:
         ({"run": "00", "federation": "00"}, "holds another federation"),
     ],
 )
-def test_another_version_of_a_relay_is_reported(organisations: Any, claim, error) -> None:
+def test_another_version_of_a_relay_is_reported(organisations, claim, error):
     _, federation, _ = organisations
     content = {
         "run": federation.run.hex(),
@@ -195,9 +188,7 @@ def test_another_version_of_a_relay_is_reported(organisations: Any, claim, error
     assert checking.describe_relay_version(federation, {}) == ""
 
 
-def test_differences_in_a_hello_answer_are_reported(
-    tmp_path: Path, exit_stack: ExitStack, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_differences_in_a_hello_answer_are_reported(tmp_path, exit_stack, monkeypatch):
     members = identities(tmp_path, 2)
     federation = federated(members)
     content: dict[str, Any] = {}
@@ -231,11 +222,7 @@ def test_differences_in_a_hello_answer_are_reported(
             "",
         ),
         ({"federation": "00"}, "another version 1", ""),
-        (
-            {"federation": "00", "run": "00", "keys": 7},
-            "another federation, differing in",
-            "",
-        ),
+        ({"federation": "00", "run": "00", "keys": 7}, "another federation, differing in", ""),
     ):
         content.clear()
         content.update(changes)
@@ -248,9 +235,7 @@ def test_differences_in_a_hello_answer_are_reported(
         assert len(text.splitlines()) == 2
 
 
-def test_differing_keys_of_the_federation_are_named(
-    organisations: Any, exit_stack: ExitStack
-) -> None:
+def test_differing_keys_of_the_federation_are_named(organisations, exit_stack):
     members, federation, _ = organisations
     other = federated(members, rounds=federation.rounds + 1, round_seconds=7.0)
     requests = serve_hello(exit_stack, other, members[1], {}, signer=members[1])
@@ -260,9 +245,7 @@ def test_differing_keys_of_the_federation_are_named(
     assert "rounds" in results["org-1"].error
 
 
-def test_an_answer_signed_by_another_key_is_refused(
-    organisations: Any, exit_stack: ExitStack
-) -> None:
+def test_an_answer_signed_by_another_key_is_refused(organisations, exit_stack):
     members, federation, _ = organisations
     requests = serve_hello(exit_stack, federation, members[1], {}, signer=members[2])
     error = results_of_first(organisations, requests)["org-1"].error
@@ -270,8 +253,8 @@ def test_an_answer_signed_by_another_key_is_refused(
 
 
 def test_wrong_programs_at_the_endpoints_of_members_are_reported(
-    organisations: Any, exit_stack: ExitStack, tmp_path: Path
-) -> None:
+    organisations, exit_stack, tmp_path
+):
     """One endpoint has a new identity of the same name, another one a server without TLS."""
     members, _, _ = organisations
     new_identity = Identity.make(
@@ -297,7 +280,7 @@ def test_wrong_programs_at_the_endpoints_of_members_are_reported(
     server.shutdown(socket.SHUT_RDWR)
 
 
-def test_a_certificate_that_expires_soon_is_reported(tmp_path: Path, exit_stack: ExitStack) -> None:
+def test_a_certificate_that_expires_soon_is_reported(tmp_path, exit_stack):
     members = identities(tmp_path, 2)
     now = datetime.now(UTC)
     members[1].renew(until=now + timedelta(days=10))
@@ -308,7 +291,7 @@ def test_a_certificate_that_expires_soon_is_reported(tmp_path: Path, exit_stack:
     assert "lasts 9 days: `fedcb2o peer renew`" in "; ".join(result.notes)
 
 
-def test_the_check_command(organisations: Any, exit_stack: ExitStack) -> None:
+def test_the_check_command(organisations, exit_stack):
     members, federation, folder = organisations
     for other in members[1:]:
         serve_hello(exit_stack, federation, other, {}, signer=other)
@@ -336,7 +319,7 @@ def test_the_check_command(organisations: Any, exit_stack: ExitStack) -> None:
     assert members[1].member.endpoint in result.stdout
 
 
-def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path: Path) -> None:
+def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path):
     members = identities(tmp_path, 2)
     name = "tests.peer.members:own_criterion"
     experiment_changes = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
@@ -378,5 +361,5 @@ def failed_output(command: list[str]) -> str:
     return result.stdout
 
 
-def test_text_of_peers_is_printed_as_short_printable_ascii() -> None:
+def test_text_of_peers_is_printed_as_short_printable_ascii():
     assert checking._printable_ascii("a\x1b]0;evil\x07\n" + "é" * 100) == "a?]0;evil??" + "?" * 49

@@ -16,7 +16,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import dialer, http_requests, listener, pace, protocol, server
 from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,
@@ -44,22 +43,22 @@ NONCE = bytes(range(16))
 
 
 @pytest.fixture(scope="module")
-def orgs(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory):
     return identities(tmp_path_factory.mktemp("who"), 3)
 
 
 @pytest.fixture(scope="module")
-def federation(orgs) -> Federation:
+def federation(orgs):
     return federated(orgs, rounds=20, lag=2)
 
 
 @pytest.fixture(scope="module")
-def content() -> bytes:
+def content():
     return bytes(range(256)) * (4 * DIM // 256) + bytes(4 * DIM % 256)
 
 
 @pytest.fixture(scope="module")
-def manifest(federation, content) -> Manifest:
+def manifest(federation, content):
     return Manifest.from_content(
         content,
         run=federation.run,
@@ -470,12 +469,12 @@ VECTORS = {name: bytes.fromhex(text) for name, text in MESSAGES["vectors"].items
 
 
 @pytest.fixture(scope="module")
-def keys() -> list[Ed25519PrivateKey]:
+def keys():
     return [Ed25519PrivateKey.from_private_bytes(VECTORS[f"seed-{j}"]) for j in range(2)]
 
 
 @pytest.fixture(scope="module")
-def documented_federation(orgs, keys) -> Federation:
+def documented_federation(orgs, keys):
     """The federation of the documented test vectors, with their keys and run id."""
     fed = federated(orgs, rounds=ROUNDS, lag=LAG).model_copy()
     public_keys = [key.public_key().public_bytes_raw() for key in keys]

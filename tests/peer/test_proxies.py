@@ -89,7 +89,7 @@ def train(peers: Nodes, behind: int, settings: dict[str, str], **options: object
 
 
 @needs_tinyproxy
-def test_a_node_behind_tinyproxy_with_a_password_gets_the_bits_of_a_simulation(tmp_path) -> None:
+def test_a_node_behind_tinyproxy_with_a_password_gets_the_bits_of_a_simulation(tmp_path):
     orgs = members.identities(tmp_path, 3)
     settings = members.experiment(3, rounds=ROUNDS)
     path = tmp_path / "federation.toml"
@@ -125,9 +125,7 @@ def mitmproxy(folder: Path, trusted: str) -> Iterator[dict[str, str]]:
 
 
 @needs_mitmproxy
-def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(
-    tmp_path, monkeypatch
-) -> None:
+def test_a_member_behind_mitmproxy_takes_part_through_a_relay_for_signatures(tmp_path, monkeypatch):
     """The proxy reads each request, and sees names, times and sizes only."""
     orgs = relays.behind_nat(tmp_path, 3)
     settings = members.experiment(3, rounds=ROUNDS)

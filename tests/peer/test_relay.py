@@ -10,7 +10,6 @@ import threading
 import urllib.error
 import urllib.request
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -21,7 +20,7 @@ from tests.peer.waiting import wait_for
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError
-from fedcb2o.peer import Federation, Identity, write_federation
+from fedcb2o.peer import write_federation
 from fedcb2o.peer.wire import relay as relay_module
 from fedcb2o.peer.wire import relayed
 from fedcb2o.peer.wire.probe import describe_failure
@@ -32,7 +31,7 @@ from fedcb2o.peer.wire.relayed import open_transport
 from fedcb2o.peer.wire.tls import client_context
 
 
-def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, caplog) -> None:
+def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path, caplog):
     orgs, federation = federation_of_three
     identity = relays.relay_identity(tmp_path)
     caplog.set_level(logging.INFO, "fedcb2o")
@@ -88,14 +87,14 @@ def test_metrics_health_and_log_of_a_relay(federation_of_three, tmp_path: Path, 
 
 
 @pytest.fixture
-def relay(federation_of_three: tuple[list[Identity], Federation], tmp_path: Path):
+def relay(federation_of_three, tmp_path):
     _, federation = federation_of_three
     identity = relays.relay_identity(tmp_path)
     with Relay(federation, identity, folder=tmp_path / "relay"):
         yield identity
 
 
-def test_a_relay_gives_a_box_to_its_owner_only(federation_of_three, relay) -> None:
+def test_a_relay_gives_a_box_to_its_owner_only(federation_of_three, relay):
     orgs, _ = federation_of_three
     first, second = (RelayMailbox(relay.member, org) for org in orgs[:2])
     box = f"org-0/{'0' * 32}"
@@ -119,9 +118,7 @@ def test_a_relay_gives_a_box_to_its_owner_only(federation_of_three, relay) -> No
     second.close()
 
 
-def test_a_sender_fills_its_own_share_of_a_box_only(
-    federation_of_three, relay, monkeypatch
-) -> None:
+def test_a_sender_fills_its_own_share_of_a_box_only(federation_of_three, relay, monkeypatch):
     orgs, _ = federation_of_three
     first, second, third = (RelayMailbox(relay.member, one) for one in orgs)
     box = f"org-0/{'0' * 32}"
@@ -137,16 +134,14 @@ def test_a_sender_fills_its_own_share_of_a_box_only(
         one.close()
 
 
-def test_a_stranger_cannot_use_the_relay(federation_of_three, relay, tmp_path) -> None:
+def test_a_stranger_cannot_use_the_relay(federation_of_three, relay, tmp_path):
     (stranger,) = behind_nat(tmp_path, 1)
     with pytest.raises(OSError, match=r"."):
         RelayMailbox(relay.member, stranger).cards()
     assert client_context(stranger, relay.member).verify_mode
 
 
-def test_a_member_of_another_federation_is_refused_by_the_relay(
-    federation_of_three, tmp_path
-) -> None:
+def test_a_member_of_another_federation_is_refused_by_the_relay(federation_of_three, tmp_path):
     orgs, federation = federation_of_three
     keys = relays.relay_identity(tmp_path)
     mailbox = RelayMailbox(keys.member, orgs[0])
@@ -163,7 +158,7 @@ def test_a_member_of_another_federation_is_refused_by_the_relay(
 @pytest.mark.parametrize(
     "error", [ssl.SSLEOFError(8, "EOF occurred"), ConnectionResetError(104, "reset")]
 )
-def test_a_closed_connection_to_the_relay_has_a_plain_message(error, federation_of_three) -> None:
+def test_a_closed_connection_to_the_relay_has_a_plain_message(error, federation_of_three):
     error.reason = "UNEXPECTED_EOF_WHILE_READING"  # as Python sets it
     text = describe_failure(federation_of_three[0][0].member, error, "`fedcb2o peer relay`")
     assert "closes the connection: it is busy or ending" in text
@@ -202,7 +197,7 @@ def test_a_request_ends_when_the_asked_session_ends(
         assert answers == [None]
 
 
-def test_a_member_without_an_endpoint_needs_a_relay(federation_of_three, tmp_path) -> None:
+def test_a_member_without_an_endpoint_needs_a_relay(federation_of_three, tmp_path):
     orgs, federation = federation_of_three
     with pytest.raises(ConfigError, match="--relay"):
         open_transport(federation, orgs[0])
@@ -210,7 +205,7 @@ def test_a_member_without_an_endpoint_needs_a_relay(federation_of_three, tmp_pat
         open_transport(federation, orgs[0], relay=tmp_path / "missing")
 
 
-def test_the_final_message_of_a_relay_does_not_mention_a_run(federation_of_three, tmp_path) -> None:
+def test_the_final_message_of_a_relay_does_not_mention_a_run(federation_of_three, tmp_path):
     path = tmp_path / "federation.toml"
     write_federation(federation_of_three[1], path)
     keys = relays.relay_identity(tmp_path)

@@ -13,7 +13,7 @@ from fedcb2o.peer.node.preflight import CheckResult, check_members
 from fedcb2o.peer.wire.relay import Relay
 
 
-def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three, tmp_path) -> None:
+def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three, tmp_path):
     orgs, federation = federation_of_three
     keys = relays.relay_identity(tmp_path)
     relay_file = keys.folder / "relay.member.toml"
@@ -35,7 +35,7 @@ def test_check_reports_a_refusal_by_the_relay_in_plain_words(federation_of_three
     assert "refuses connections" in errors["relay"]
 
 
-def test_check_compares_the_federation_version_of_the_relay(federation_of_three, tmp_path) -> None:
+def test_check_compares_the_federation_version_of_the_relay(federation_of_three, tmp_path):
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
     write_federation(first, path)
@@ -66,7 +66,7 @@ def test_check_compares_the_federation_version_of_the_relay(federation_of_three,
         )  # as from a relay of an earlier release
 
 
-def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three, tmp_path) -> None:
+def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three, tmp_path):
     """Members with the later version are asked through a relay with the former version."""
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
@@ -91,7 +91,7 @@ def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three,
 
 
 @pytest.mark.slow
-def test_check_reports_the_route_of_each_link(tmp_path) -> None:
+def test_check_reports_the_route_of_each_link(tmp_path):
     orgs = behind_nat(tmp_path, 3, listening=1)
     federation = members.federated(orgs)
     keys = relays.relay_identity(tmp_path)

@@ -24,7 +24,7 @@ from fedcb2o.peer.wire.server import Server
 
 def test_the_relay_logs_connections_of_former_members(
     federation_of_three, tmp_path, monkeypatch, caplog
-) -> None:
+):
     caplog.set_level(logging.INFO, "fedcb2o")
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
@@ -46,9 +46,7 @@ def test_the_relay_logs_connections_of_former_members(
     assert [record.message for record in caplog.records].count(line) == 2
 
 
-def test_the_relay_sends_a_removed_member_the_signed_versions(
-    federation_of_three, tmp_path
-) -> None:
+def test_the_relay_sends_a_removed_member_the_signed_versions(federation_of_three, tmp_path):
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
     write_federation(first, path)
@@ -77,9 +75,7 @@ def test_the_relay_sends_a_removed_member_the_signed_versions(
 
 
 @pytest.mark.parametrize("lie", ["unsigned", "its own signature", "another run", "rubbish"])
-def test_a_lying_relay_cannot_remove_a_member(
-    lie, federation_of_three, tmp_path, monkeypatch
-) -> None:
+def test_a_lying_relay_cannot_remove_a_member(lie, federation_of_three, tmp_path, monkeypatch):
     monkeypatch.setattr(relayed_module, "_FORMER_SECONDS", 0.1)
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
@@ -104,7 +100,7 @@ def test_a_lying_relay_cannot_remove_a_member(
             wait_for(lambda: bool(transport.removal), message=lambda: transport.error)
 
 
-def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three, tmp_path) -> None:
+def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three, tmp_path):
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"
     write_federation(first, path)
@@ -123,9 +119,7 @@ def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three
 
 
 @pytest.mark.parametrize("kind", ["relay", "folder"])
-def test_members_with_the_next_version_notify_a_removed_member(
-    kind, federation_of_three, tmp_path
-) -> None:
+def test_members_with_the_next_version_notify_a_removed_member(kind, federation_of_three, tmp_path):
     """The relay has the former version, or members use a folder without a relay."""
     orgs, first = federation_of_three
     path = tmp_path / "federation.toml"

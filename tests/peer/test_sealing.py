@@ -1,19 +1,16 @@
 """Sealed messages: who opens them, replays, forged cards."""
 
-from pathlib import Path
-
 import pytest
 from tests.peer import members
 from tests.peer.relays import CARD_BYTES, SealedKind, Session, behind_nat
 
-from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import sealing
 from fedcb2o.peer.wire.protocol import MalformedError
 from fedcb2o.peer.wire.sealing import Replays
 
 
 @pytest.fixture
-def sessions(federation_of_three: tuple[list[Identity], Federation]) -> list[Session]:
+def sessions(federation_of_three):
     orgs, federation = federation_of_three
     return [Session(federation, identity) for identity in orgs]
 
@@ -23,7 +20,7 @@ def seal_request(sender: Session, receiver: Session, content: bytes = b"question
     return sender.seal(card, SealedKind.REQUEST, 7, content)
 
 
-def test_a_sealed_message_is_opened_once_and_by_its_receiver_only(sessions: list[Session]) -> None:
+def test_a_sealed_message_is_opened_once_and_by_its_receiver_only(sessions):
     first, second, third = sessions
     message = seal_request(first, second)
     assert b"question" not in message
@@ -39,9 +36,7 @@ def test_a_sealed_message_is_opened_once_and_by_its_receiver_only(sessions: list
         first.open(message)
 
 
-def test_cards_without_a_valid_seal_displace_no_session(
-    federation_of_three, sessions, monkeypatch
-) -> None:
+def test_cards_without_a_valid_seal_displace_no_session(federation_of_three, sessions, monkeypatch):
     monkeypatch.setattr(sealing, "_MAX_SESSIONS", 2)
     first, second, _ = sessions
     message = seal_request(first, second)
@@ -56,7 +51,7 @@ def test_cards_without_a_valid_seal_displace_no_session(
         second.open(message)
 
 
-def test_every_changed_byte_is_refused(sessions: list[Session]) -> None:
+def test_every_changed_byte_is_refused(sessions):
     first, second, _ = sessions
     second.introduce(second.read_card(first.card(1)))
     message = seal_request(first, second)
@@ -71,9 +66,7 @@ def test_every_changed_byte_is_refused(sessions: list[Session]) -> None:
     assert second.open(message).content == b"question"
 
 
-def test_messages_may_arrive_out_of_order_but_not_in_a_new_session(
-    sessions: list[Session], federation_of_three: tuple[list[Identity], Federation]
-) -> None:
+def test_messages_may_arrive_out_of_order_but_not_in_a_new_session(sessions, federation_of_three):
     first, second, _ = sessions
     messages = [seal_request(first, second, b"%d" % k) for k in range(5)]
     assert [second.open(message).content for message in reversed(messages)] == [
@@ -85,9 +78,7 @@ def test_messages_may_arrive_out_of_order_but_not_in_a_new_session(
         restarted.open(seal_request(first, second))
 
 
-def test_only_cards_of_members_of_this_run_are_accepted(
-    sessions: list[Session], tmp_path: Path
-) -> None:
+def test_only_cards_of_members_of_this_run_are_accepted(sessions, tmp_path):
     first, second, _ = sessions
     strangers = behind_nat(tmp_path, 3)
     other = Session(members.federated(strangers), strangers[1])
@@ -101,7 +92,7 @@ def test_only_cards_of_members_of_this_run_are_accepted(
         first.read_card(forged)
 
 
-def test_a_window_of_1024_numbers_detects_replays() -> None:
+def test_a_window_of_1024_numbers_detects_replays():
     replays = Replays()
     assert all(replays.accept(2 * k) for k in range(2000))
     assert not replays.accept(3998)

@@ -7,14 +7,7 @@ import time
 import pytest
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer import (
-    Federation,
-    Identity,
-    amend_federation,
-    read_federation,
-    sign_federation,
-    write_federation,
-)
+from fedcb2o.peer import amend_federation, read_federation, sign_federation, write_federation
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
@@ -33,12 +26,12 @@ ME = 0
 
 
 @pytest.fixture(scope="module")
-def orgs(tmp_path_factory) -> list[Identity]:
+def orgs(tmp_path_factory):
     return identities(tmp_path_factory.mktemp("who"), 5)
 
 
 @pytest.fixture(scope="module")
-def federation(orgs) -> Federation:
+def federation(orgs):
     return federated(
         orgs, rounds=100, lag=2, limits={"answers_per_minute": 6000, "uploads": 2, "per_peer": 2}
     )
@@ -80,7 +73,7 @@ class Scene:
 
 
 @pytest.fixture
-def scene(tmp_path, orgs, federation) -> Scene:
+def scene(tmp_path, orgs, federation):
     return Scene(tmp_path, orgs, federation)
 
 
@@ -352,10 +345,7 @@ def test_requests_of_another_run_do_not_use_up_the_quota(scene, orgs, federation
     hello = scene.request(RequestKind.HELLO, run=b"r" * 32, receiver=3, digest=orgs[1].member.key)
     assert scene.ask(server, hello) is None  # 60 a minute
     assert len(answers) >= 16
-    assert {answer.status for answer in answers} <= {
-        AnswerStatus.ANOTHER_RUN,
-        AnswerStatus.BUSY,
-    }
+    assert {answer.status for answer in answers} <= {AnswerStatus.ANOTHER_RUN, AnswerStatus.BUSY}
     refused = server.counts.refused
     assert refused["run"] <= 60
     assert refused["rate"] >= 240

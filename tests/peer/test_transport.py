@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -22,7 +21,7 @@ from tests.peer.wire import Wire
 from tests.tiny import ENVIRONMENT
 
 from fedcb2o.errors import ConfigError, RunError
-from fedcb2o.peer import Federation, Identity
+from fedcb2o.peer import Identity
 from fedcb2o.peer.membership import federation as federations
 from fedcb2o.peer.wire.dialer import MAX_ANSWER_BYTES
 from fedcb2o.peer.wire.listener import MAX_CONNECTIONS
@@ -31,28 +30,26 @@ from fedcb2o.peer.wire.transport import Https, Reply, RequestHandler, Transport
 
 
 @pytest.fixture(scope="module")
-def organisations(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Identity], Federation]:
+def organisations(tmp_path_factory):
     """Four organisations, whose addresses are used by one test at a time."""
     orgs = identities(tmp_path_factory.mktemp("organisations"), 4)
     return orgs, federated(orgs)
 
 
 @pytest.fixture
-def exit_stack() -> Iterator[contextlib.ExitStack]:
+def exit_stack():
     with contextlib.ExitStack() as stack:
         yield stack
 
 
 @pytest.fixture
-def pool() -> Iterator[ThreadPoolExecutor]:
+def pool():
     with ThreadPoolExecutor(8) as pool:
         yield pool
 
 
 @pytest.fixture(params=["https", "wire", "folder", "relay"])
-def transports(
-    request: Any, organisations: Any, exit_stack: contextlib.ExitStack, tmp_path: Path
-) -> list[Transport]:
+def transports(request, organisations, exit_stack, tmp_path):
     """Three linked agents on each kind of transport."""
     if request.param == "wire":
         wire = Wire()
@@ -96,7 +93,7 @@ def answering(text: bytes = b"heard ") -> RequestHandler:
     return handle
 
 
-def test_a_request_is_answered_by_the_asked_agent(transports: list[Transport]) -> None:
+def test_a_request_is_answered_by_the_asked_agent(transports):
     for id, transport in enumerate(transports):
         transport.serve(answering(b"agent %d heard " % id))
     wait_for(lambda: ask(transports[0], 1, "x", 5.0))
@@ -107,7 +104,7 @@ def test_a_request_is_answered_by_the_asked_agent(transports: list[Transport]) -
     assert ask(transports[0], 99, "nobody", FOREVER) == []
 
 
-def test_each_status_of_an_answer_arrives(transports: list[Transport]) -> None:
+def test_each_status_of_an_answer_arrives(transports):
     def handle(request: bytes, reply: Reply) -> None:
         reply(Answer(AnswerStatus(int(request[-3:]))))
 
@@ -118,9 +115,7 @@ def test_each_status_of_an_answer_arrives(transports: list[Transport]) -> None:
         assert answer == Answer(status)
 
 
-def test_answers_to_concurrent_requests_do_not_mix(
-    transports: list[Transport], pool: ThreadPoolExecutor
-) -> None:
+def test_answers_to_concurrent_requests_do_not_mix(transports, pool):
     large = os.urandom(2**20)
     transports[1].serve(lambda request, reply: pool.submit(reply, ok(request + large)))
     wait_for(lambda: ask(transports[0], 1, "x", 5.0))
@@ -132,7 +127,7 @@ def test_answers_to_concurrent_requests_do_not_mix(
     }
 
 
-def test_a_wait_ends_by_timeout_or_without_an_answer(transports: list[Transport]) -> None:
+def test_a_wait_ends_by_timeout_or_without_an_answer(transports):
     replies = []
     transports[1].serve(lambda request, reply: replies.append(reply))
     wait_for(lambda: ask(transports[0], 1, "x", 0.1) or replies)
@@ -150,7 +145,7 @@ def test_a_wait_ends_by_timeout_or_without_an_answer(transports: list[Transport]
     assert pending.answer() is None
 
 
-def test_a_closed_transport_is_not_connected(transports: list[Transport]) -> None:
+def test_a_closed_transport_is_not_connected(transports):
     transports[1].serve(answering())
     wait_for(lambda: ask(transports[0], 1, "x", 5.0))
     transports[1].close()
@@ -161,7 +156,7 @@ def test_a_closed_transport_is_not_connected(transports: list[Transport]) -> Non
     assert transports[1].connected_peers() == frozenset()
 
 
-def test_a_wire_loses_a_share_of_messages() -> None:
+def test_a_wire_loses_a_share_of_messages():
     wire = Wire(lost=0.5, seed=1)
     assert 10 < sum(wire.passes() for _ in range(40)) < 30
 
@@ -179,9 +174,7 @@ def linked_agents(exit_stack: contextlib.ExitStack, organisations: Any, *ids: in
 
 
 @pytest.mark.parametrize("place", ["its own endpoint", "the endpoint of another"])
-def test_a_member_cannot_answer_at_the_endpoint_of_another(
-    place: str, organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_a_member_cannot_answer_at_the_endpoint_of_another(place, organisations, exit_stack):
     orgs, federation = organisations
     (first,) = linked_agents(exit_stack, organisations, 0)
     endpoint = orgs[3].member.endpoint if place != "its own endpoint" else ""
@@ -194,9 +187,7 @@ def test_a_member_cannot_answer_at_the_endpoint_of_another(
 
 
 @pytest.mark.parametrize("kind", ["another root", "no certificate", "no TLS", "silence"])
-def test_unauthenticated_connections_are_refused(
-    kind: str, organisations: Any, exit_stack: contextlib.ExitStack, tmp_path: Path
-) -> None:
+def test_unauthenticated_connections_are_refused(kind, organisations, exit_stack, tmp_path):
     orgs, federation = organisations
     server, client = linked_agents(exit_stack, organisations, 0, 1)
     host, _, port = orgs[0].member.endpoint.partition(":")
@@ -222,9 +213,7 @@ def test_unauthenticated_connections_are_refused(
     assert wait_for(lambda: ask(server, 1, "again", 5.0)) == [b"agent 1 heard again"]
 
 
-def test_unreadable_answers_are_malformed_or_missing(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_unreadable_answers_are_malformed_or_missing(organisations, exit_stack):
     """Each question gets another answer. The member stays connected, or is dialled again."""
     orgs, federation = organisations
     (client,) = linked_agents(exit_stack, organisations, 0)
@@ -262,9 +251,7 @@ def test_unreadable_answers_are_malformed_or_missing(
         assert result == expected.get(name, malformed), name
 
 
-def test_an_exception_in_the_request_handler_is_logged(
-    organisations: Any, exit_stack: contextlib.ExitStack, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_an_exception_in_the_request_handler_is_logged(organisations, exit_stack, caplog):
     orgs, federation = organisations
     client, server = (
         exit_stack.enter_context(Https(federation, identity)) for identity in orgs[:2]
@@ -294,9 +281,7 @@ def proxied_pair(
     return client, server
 
 
-def test_agents_recover_from_a_slow_or_interrupted_connection(
-    tmp_path: Path, exit_stack: contextlib.ExitStack, pool: ThreadPoolExecutor
-) -> None:
+def test_agents_recover_from_a_slow_or_interrupted_connection(tmp_path, exit_stack, pool):
     (port,) = free_ports(1)
     proxy = exit_stack.enter_context(Proxy(port, rate=1e6))
     chunk = os.urandom(2**20)
@@ -326,9 +311,7 @@ def test_agents_recover_from_a_slow_or_interrupted_connection(
     proxy.resume()
 
 
-def test_a_slow_reader_delays_no_other_member(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_a_slow_reader_delays_no_other_member(organisations, exit_stack):
     """One agent asks again and again and reads nothing; each waiting answer holds one thread."""
     orgs, federation = organisations
     server, client = (
@@ -352,9 +335,7 @@ def test_a_slow_reader_delays_no_other_member(
     server.close()
 
 
-def test_an_endpoint_that_cannot_be_used_is_an_error(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_an_endpoint_that_cannot_be_used_is_an_error(organisations, exit_stack):
     orgs, federation = organisations
     exit_stack.enter_context(Https(federation, orgs[0]))
     for listen, error, message in (
@@ -373,7 +354,7 @@ def test_an_endpoint_that_cannot_be_used_is_an_error(
         asking.serve(answering())
 
 
-def test_strangers_and_expired_certificates_are_refused(organisations: Any, tmp_path: Path) -> None:
+def test_strangers_and_expired_certificates_are_refused(organisations, tmp_path):
     _, federation = organisations
     (stranger,) = identities(tmp_path, 1)
     with pytest.raises(ConfigError):
@@ -384,9 +365,7 @@ def test_strangers_and_expired_certificates_are_refused(organisations: Any, tmp_
         Https(federation, stranger)
 
 
-def test_links_use_ipv4_and_ipv6_addresses(
-    tmp_path: Path, exit_stack: contextlib.ExitStack
-) -> None:
+def test_links_use_ipv4_and_ipv6_addresses(tmp_path, exit_stack):
     (ipv4,) = identities(tmp_path, 1)
     (port,) = free_ports(1)
     ipv6 = Identity.make(tmp_path / "there", name="there", endpoint=f"[::1]:{port}")
@@ -397,9 +376,7 @@ def test_links_use_ipv4_and_ipv6_addresses(
     assert wait_for(lambda: ask(client, 1, "x", 5.0)) == [b"heard x"]
 
 
-def test_closing_waits_for_all_callbacks(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_closing_waits_for_all_callbacks(organisations, exit_stack):
     """A callback while Python shuts down would abort the process."""
     orgs, federation = organisations
     client, server = (
@@ -421,9 +398,7 @@ def thread_names() -> set[str]:
 
 
 @pytest.mark.slow
-def test_a_program_without_close_ends_without_further_output(
-    organisations: Any, tmp_path: Path
-) -> None:
+def test_a_program_without_close_ends_without_further_output(organisations, tmp_path):
     """The program dials an unreachable member and a member that never answers."""
     orgs, federation = organisations
     federations.write_federation(federation, tmp_path / "federation.toml")
@@ -446,9 +421,7 @@ def test_a_program_without_close_ends_without_further_output(
 
 
 @pytest.mark.slow
-def test_links_end_when_their_certificate_expires(
-    organisations: Any, exit_stack: contextlib.ExitStack
-) -> None:
+def test_links_end_when_their_certificate_expires(organisations, exit_stack):
     orgs, _ = organisations
     now = datetime.now(UTC)
     orgs[1].renew(now=now - timedelta(days=2), until=now + timedelta(seconds=5))
