@@ -40,6 +40,7 @@ app = typer.Typer(
 for _function in (
     runs.run,
     runs.bench,
+    runs.assess,
     runs.compare,
     runs.report,
     runs.track,

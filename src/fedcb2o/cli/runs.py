@@ -1,4 +1,4 @@
-"""The commands for runs and grids: run, bench, compare, report, track."""
+"""The commands for runs and grids: run, bench, assess, compare, report, track."""
 
 import contextlib
 import importlib
@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -22,6 +22,7 @@ from fedcb2o.errors import ConfigError
 if TYPE_CHECKING:
     from fedcb2o.data import Dataset
     from fedcb2o.experiments import Experiment
+    from fedcb2o.experiments.grid._grid_runner import GridResult
     from fedcb2o.records import Run
     from fedcb2o.report import ArticleForm
 
@@ -66,6 +67,9 @@ _OutOption = Annotated[
 _DataDirOption = Annotated[Path | None, Option(metavar="DIR", help="Folder of the data files.")]
 _DeviceOption = Annotated[
     str | None, Option(metavar="DEVICE", help="cpu, cuda, cuda:1 or mps. Default: cpu.")
+]
+_JobsOption = Annotated[
+    int | None, Option(min=1, metavar="NUMBER", help="Processes. Default: one per processor.")
 ]
 _ClusterOption = Annotated[
     str | None,
@@ -248,9 +252,7 @@ def bench(
     changes: _ChangesOption = None,
     seeds: _SeedsOption = None,
     out: _OutOption = None,
-    jobs: Annotated[
-        int | None, Option(min=1, metavar="NUMBER", help="Processes. Default: one per processor.")
-    ] = None,
+    jobs: _JobsOption = None,
     data_dir: _DataDirOption = None,
     device: _DeviceOption = None,
     resume: Annotated[bool, Option("--resume", help="Continue; failed cells run again.")] = False,
@@ -287,13 +289,65 @@ def bench(
     )
     advice = f"For the matrices: fedcb2o report {result.folder}"
     if result.failed:
-        for title, error in result.failed.items():
-            _print_error(f"Failed: {title}: {error}")
-        count = f"{len(result.failed)} of {result.cells} cells failed"
-        _print_error(f"{count}; --resume tries them again. {advice}")
-        raise typer.Exit(1)
+        _exit_with_failures(result, f"--resume tries them again. {advice}")
     _LOGGER.info("Done. %s", advice)
     return result.folder
+
+
+def assess(
+    method: Annotated[
+        str,
+        Argument(
+            metavar="PRESET_OR_FILE.toml",
+            help="Preset or configuration file, of which `algorithm` is the method.",
+            autocompletion=completion.presets,
+        ),
+    ],
+    full: Annotated[
+        bool,
+        Option("--full", help="All combinations, more rounds and ten seeds: a night on 2 cores."),
+    ] = False,
+    out: _OutOption = None,
+    jobs: _JobsOption = None,
+    quiet: _QuietOption = False,
+) -> Path:
+    """Judge a method by the fixed adversary, and write its entry for the board.
+
+    The same command continues an assessment that was stopped.
+
+    Example: fedcb2o assess mine.toml
+    """
+    from fedcb2o.experiments.grid._assessment import assess as run_assessment
+    from fedcb2o.experiments.grid._eta import GridProgress
+    from fedcb2o.records import atomic_write
+    from fedcb2o.report import to_rich
+    from fedcb2o.report.board import entry_table, entry_toml, make_entry
+
+    set_verbosity(quiet=quiet)
+    watch = GridProgress(Console(stderr=True, quiet=is_quiet()))
+    result = run_assessment(method, full=full, out=out, jobs=jobs, watch=watch)
+    if result.failed:
+        _exit_with_failures(result, "the same command tries them again")
+    entry = make_entry(result.folder)
+    path = result.folder / "entry.toml"
+    atomic_write(path, entry_toml(entry).encode())
+    console = Console()
+    caption = (
+        "Percent, each under the worst attack in brackets. A round takes "
+        f"{entry.cost:.1f} times the processor time of plain averaging."
+    )
+    console.print(
+        to_rich(entry_table(entry), title=entry.title, caption=caption, width=console.width)
+    )
+    print(f"The entry is {path}.")
+    return path
+
+
+def _exit_with_failures(result: "GridResult", advice: str) -> NoReturn:
+    for title, error in result.failed.items():
+        _print_error(f"Failed: {title}: {error}")
+    _print_error(f"{len(result.failed)} of {result.cells} cells failed; {advice}")
+    raise typer.Exit(1)
 
 
 def _print_error(line: str) -> None:

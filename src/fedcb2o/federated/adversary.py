@@ -88,6 +88,8 @@ class AttackView:
         previous: The model that it began the round with.
         data: Its samples, without poison.
         losses: Losses of models [m, d] on its samples.
+        sample_losses: Losses of models [m, d] on each of its samples, [m, n]; with labels [m, n] as
+            a second argument, for these labels. They can be differentiated.
         factor_pairs: Low-rank adapters of a model.
         threat: The threat model that the attack declared.
     """
@@ -103,6 +105,7 @@ class AttackView:
     previous: Float[Tensor, " d"]
     data: Shard
     losses: Callable[[Float[Tensor, "m d"]], Losses]
+    sample_losses: Callable[..., Float[Tensor, "m n"]]
     factor_pairs: tuple[FactorPair, ...] = ()
     threat: Threat
     _ids_of: Callable[[Knowledge, int], Iterable[int]]

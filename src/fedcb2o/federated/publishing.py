@@ -6,14 +6,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
-from fedcb2o.data import Shard
+from fedcb2o.data import Shard, features
 from fedcb2o.federated.adversary import Adversary, AttackView, Knowledge
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.decisions import Inbox
 from fedcb2o.federated.guards.acceptance import max_abs
+from fedcb2o.federated.inference import bound_networks, per_sample_losses
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
 from fedcb2o.federated.ragged import AgentIds, Indices, Members, Ragged, Rows
 from fedcb2o.federated.types import Losses
@@ -175,6 +176,18 @@ def _attack_view(
         indices = torch.arange(len(models))
         return training_losses(group.spec, models, indices, data, reference)
 
+    def sample_losses(
+        models: Float[Tensor, "m d"], labels: Shaped[Tensor, "m n *target"] | None = None
+    ) -> Float[Tensor, "m n"]:
+        m = len(models)
+        models = models.to(group.models)
+        # One model per batch would be bound to the network, without a gradient.
+        batch = bound_networks(group.spec.module, models, torch.arange(m), max(m, 2), reference)
+        _, network = next(batch)
+        outputs = network(features(data.x).unsqueeze(0))
+        targets = data.y.expand(m, *data.y.shape) if labels is None else labels.to(data.y)
+        return per_sample_losses(group.spec.training.loss, outputs, targets, 2).cpu()
+
     # Copies, because an attack may write into its view. The first crafted row still holds the model
     # from before the round: `adversarial_engine._remember_models_` put it there before training.
     return AttackView(
@@ -189,6 +202,7 @@ def _attack_view(
         previous=group.models[rows.start].clone(),
         data=Shard(data.x.cpu().clone(), data.y.cpu().clone()),
         losses=losses,
+        sample_losses=sample_losses,
         factor_pairs=group.spec.factor_pairs,
         threat=attack.threat,
         _ids_of=ids_of,

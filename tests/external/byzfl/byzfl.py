@@ -88,6 +88,7 @@ def view_of(models):
         previous=torch.zeros_like(models[0]),
         data=Shard(torch.zeros(1, 1), torch.zeros(1, dtype=torch.int64)),
         losses=lambda thetas: None,
+        sample_losses=lambda thetas, labels=None: None,
         threat=Threat(frozenset(["benign"])),
         _ids_of=lambda role, cluster: range(m),
         _peek=lambda ids: models[ids],

@@ -21,7 +21,12 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.datasets import load_for_data
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.experiments.grid._baseline import BASELINE_ROLES, Changes, baseline_table
+from fedcb2o.experiments.grid._baseline import (
+    BASELINE_ROLES,
+    BaselineRole,
+    Changes,
+    baseline_table,
+)
 from fedcb2o.federated.sections import Component, NonNegativeInt, Section, Seed
 from fedcb2o.records import METRICS, chosen_metrics, result_settings, slug
 
@@ -90,6 +95,9 @@ class Grid(Section):
     reference: str | None = None
     rank_by: str | None = None
     set_aside: Annotated[tuple[str, ...], Field(strict=False)] = ()
+    baselines: Annotated[tuple[BaselineRole, ...], Field(min_length=1, strict=False)] = (
+        BASELINE_ROLES
+    )
     settings: dict[str, Changes] = Field(default_factory=dict)
     defences: Annotated[dict[str, Changes], Field(min_length=1)]
     attacks: Annotated[dict[str, Changes], Field(min_length=1)]
@@ -192,7 +200,7 @@ class Grid(Section):
     def _baselines(self, key: "CellKey", experiment: Experiment, name: str) -> list["Cell"]:
         """Return the baselines of a cell."""
         cells = []
-        for role in BASELINE_ROLES:
+        for role in self.baselines:
             below = CellKey(key.setting, key.defence, None, baseline_of=f"{key.attack}, {role}")
             folder = "/".join([role, *below.slugs[:-1], name])
             baseline = _with_name(self._load(baseline_table(experiment, role)), below)

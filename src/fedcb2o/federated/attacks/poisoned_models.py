@@ -5,6 +5,7 @@ knowledge. `gap_aware` and `slow_drift` are directed at FedCB2O, by agents that 
 """
 
 import math
+from typing import Literal
 
 import numpy as np
 import torch
@@ -15,7 +16,80 @@ from fedcb2o.errors import require
 from fedcb2o.federated.adversary import AttackView, knows
 from fedcb2o.federated.attacks.model_poisoning import inner_products
 
-__all__ = ["gap_aware", "neurotoxin", "slow_drift"]
+__all__ = ["descent", "gap_aware", "neurotoxin", "slow_drift"]
+
+_PENALTY = 10.0  # weight of a loss beyond its bound, relative to the attack's own loss
+
+
+@knows("benign", on_poisoned_data=True)
+def descent(
+    view: AttackView,
+    draw: np.random.Generator,
+    *,
+    source: int,
+    target: int,
+    hide: Literal["class_losses", "loss", "distance"] = "class_losses",
+    factor: float = 1.0,
+    steps: int = 20,
+) -> Float[Tensor, " d"]:
+    """Descend from the poisoned model, within what a defence reads of the benign models.
+
+    The gradient is that of the loss of class `source` with the label `target`, at the average of
+    the benign models and of one such model per colluder. It is measured on the attacker's own clean
+    samples. The distance to the benign mean m is at most `factor` times its median over the benign
+    models. So is the loss above that of m that `hide` names; beyond its bound it is a penalty. A
+    grid that searches `hide` and `factor` per defence adapts the attack to the defence.
+
+    Args:
+        source: Class that the attack makes the benign agents mistake.
+        hide: "class_losses" for the largest class loss, "loss" for the average loss, "distance" for
+            the distance alone.
+        factor: Bound relative to the median benign model, above 0.
+        steps: Number of steps, whose length falls linearly from a fifth of the largest distance.
+    """
+    require("factor", factor, factor > 0, "above 0")
+    benign = view.benign()
+    mean = benign.mean(0)
+    radius = factor * float((benign - mean).norm(dim=1).median())
+    labels = view.data.y
+    is_source = labels == source
+    labels_of_pair = torch.stack([torch.full_like(labels, target), labels])
+    _, group, counts = labels.unique(return_inverse=True, return_counts=True)
+    reference = view.sample_losses(mean.unsqueeze(0))[0]
+
+    def excess(losses: Float[Tensor, "m n"]) -> Float[Tensor, " m"]:
+        difference = losses - reference
+        if hide == "loss":
+            return difference.mean(1)
+        sums = difference.new_zeros(len(losses), len(counts)).index_add(1, group, difference)
+        return (sums / counts).amax(1)
+
+    def projected(theta: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
+        distance = float((theta - mean).norm())
+        return torch.lerp(mean, theta, min(1.0, radius / distance) if distance else 1.0)
+
+    theta = projected(view.own)
+    # Without a sample of the class there is no gradient to follow.
+    if not is_source.any():
+        return theta
+    bound = max(0.0, factor * float(excess(view.sample_losses(benign)).median()))
+    share = view.num_colluders / (view.num_colluders + view.num_benign)
+    penalty = 0.0 if hide == "distance" else _PENALTY
+
+    for k in range(steps):
+        point = theta.detach().requires_grad_()
+        with torch.enable_grad():
+            pair = torch.stack([torch.lerp(mean, point, share), point])
+            losses = view.sample_losses(pair, labels_of_pair)
+            beyond = (excess(losses[1:])[0] - bound).clamp(min=0)
+            loss = losses[0, is_source].mean() + penalty * beyond
+            (gradient,) = torch.autograd.grad(loss, point)
+        length = float(gradient.norm())
+        # A gradient that is 0 or not finite ends the search.
+        if not 0 < length < math.inf:
+            break
+        theta = projected(theta - 0.2 * radius * (1 - k / steps) / length * gradient)
+    return theta
 
 
 @knows("benign", on_poisoned_data=True)
