@@ -26,7 +26,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pandas as pd
 import tomli_w
-from paper import preregistered
+from paper import board, preregistered
 from paper.adaptive import adaptive_table
 from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
@@ -49,7 +49,7 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
-PAGES = (PAGE, README, DOCS / "index.md", DOCS / "criteria.md")
+PAGES = (PAGE, README, DOCS / "index.md", DOCS / "criteria.md", board.PAGE)
 """Pages with generated tables."""
 DEMO_VALUES = DOCS / "benchmark" / "demo" / "seeds.csv"
 DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
@@ -416,6 +416,8 @@ TABLES = {
     "weak_places": weak_places_table,
     "adaptive": adaptive_table,
     "last_layer": last_layer_table,
+    "board": board.table,
+    "adversary": board.adversary_table,
 }
 
 

@@ -34,9 +34,10 @@ from tests.tiny import (
 )
 
 COMMANDS = {
-    "": "run bench compare report track watch new presets keys schema minimize data peer --install-completion",
+    "": "run bench assess compare report track watch new presets keys schema minimize data peer --install-completion",
     "run": "--set --seeds --out --data-dir --workers --track --resume --clean-twin Example:",
     "bench": "GRID --list --out --jobs --data-dir --resume Example:",
+    "assess": "PRESET_OR_FILE.toml --full --out --jobs Example:",
     "compare": "{RUN}... --over",
     "report": "{RUN_OR_GRID}... --out --reference",
     "presets": "[PRESET]",

@@ -197,4 +197,4 @@ def test_built_in_attacks_declare_their_threat_model():
         "dissensus", "echo", "equivocation", "spectral", "user_isolation",
     }  # fmt: skip
     result = {n for n in model_attacks if getattr(attacks, n).threat.on_poisoned_data}
-    assert result == {"echo", "gap_aware", "neurotoxin", "slow_drift"}
+    assert result == {"descent", "echo", "gap_aware", "neurotoxin", "slow_drift"}

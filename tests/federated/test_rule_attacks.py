@@ -7,6 +7,7 @@ import pytest
 import torch
 from tests.views import BENIGN, assert_near, craft, ten_models, view_of
 
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.aggregation import gram_rules
 from fedcb2o.federated.aggregation.gram_matrix import gram
@@ -152,6 +153,69 @@ def test_fang_trimmed_mean_by_hand():
     torch.testing.assert_close(samples.mean(0), (low + high) / 2, rtol=0.05, atol=0.05)
     with pytest.raises(ConfigError, match="`spread` must be above 1, got"):
         craft("fang_trimmed_mean", spread=1.0)
+
+
+SAMPLES = torch.tensor([[1.0, 0.0], [2.0, 1.0], [0.0, 1.0], [-1.0, 2.0]])
+
+
+def linear_view(labels, spread=0.2):
+    """Return the view of an attacker among linear classifiers of two classes, d = 4."""
+    draw = torch.Generator().manual_seed(0)
+    models = torch.tensor([-1.0, 1.0, 1.0, -1.0]) + spread * torch.randn(10, 4, generator=draw)
+    models[4] = torch.tensor([5.0, -5.0, -5.0, 5.0])
+    data = Shard(SAMPLES, torch.tensor(labels))
+
+    def sample_losses(thetas, wanted=None):
+        outputs = (SAMPLES @ thetas.unflatten(1, (2, 2)).mT).mT
+        targets = data.y.expand(len(thetas), -1) if wanted is None else wanted
+        return torch.nn.functional.cross_entropy(outputs, targets, reduction="none")
+
+    view = view_of(models=models, sample_losses=sample_losses)
+    return dataclasses.replace(view, data=data)
+
+
+@pytest.mark.parametrize("hide", ["class_losses", "loss", "distance"])
+@pytest.mark.parametrize("factor", [1.0, 4.0])
+def test_descent_fools_the_average_within_its_bounds(hide, factor):
+    view = linear_view([1, 1, 0, 0])
+    benign = view.benign()
+    mean = benign.mean(0)
+    distances = (benign - mean).norm(dim=1)
+    found = craft("descent", view=view, source=1, target=0, hide=hide, factor=factor)
+    radius = factor * distances.median()
+    assert (found - mean).norm() <= radius * (1 + 1e-5)
+
+    share = view.num_colluders / (view.num_colluders + view.num_benign)
+    start = torch.lerp(mean, view.own, float(radius / (view.own - mean).norm()))
+    wanted = torch.zeros(2, 4, dtype=torch.int64)
+
+    def source_losses(*thetas):
+        points = torch.stack([torch.lerp(mean, theta, share) for theta in thetas])
+        return view.sample_losses(points, wanted[: len(thetas)])[:, :2].mean(1)
+
+    if hide == "distance":
+        fooled, before = source_losses(found, start)
+        assert fooled <= before + 1e-6
+        return
+    rises = view.sample_losses(torch.cat([benign, found[None], mean[None]]))
+    rises = rises[:-1] - rises[-1]
+    if hide == "class_losses":
+        rises = torch.maximum(rises[:, :2].mean(1), rises[:, 2:].mean(1))
+    else:
+        rises = rises.mean(1)
+    # Beyond the bound is a penalty: the steps circle about it.
+    assert rises[-1] <= factor * rises[:-1].median().clamp(min=0) + 0.2
+
+
+def test_descent_without_samples_of_the_class_publishes_the_nearest_poisoned_model():
+    view = linear_view([0, 0, 0, 0])
+    benign = view.benign()
+    mean = benign.mean(0)
+    radius = float((benign - mean).norm(dim=1).median())
+    expected = mean + radius * (view.own - mean) / (view.own - mean).norm()
+    assert_near(craft("descent", view=view, source=1, target=0), expected)
+    with pytest.raises(ConfigError, match="`factor` must be above 0, got"):
+        craft("descent", view=view, source=1, target=0, factor=0.0)
 
 
 def test_neurotoxin_masks_the_coordinates_of_the_largest_benign_update():

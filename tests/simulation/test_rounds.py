@@ -210,7 +210,8 @@ def test_engines_agree_with_pre_steps(name, pre_step):
     )
 
 
-POISONED = {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
+POISONED = {"boosting", "descent", "echo", "gap_aware", "neurotoxin", "slow_drift"}
+NEEDED = {"descent": {"source": 1, "target": 0}}
 
 
 ATTACKS_ON_MODELS = [
@@ -224,7 +225,8 @@ ATTACKS_ON_MODELS = [
 def test_engines_agree_under_every_attack_on_models(name):
     """Attacks that read other models, or send each receiver a different one, are included."""
     craft = getattr(attacks, name)
-    attack = Attack(craft=craft, threat=craft.threat, poison=flip if name in POISONED else None)
+    bound = functools.partial(craft, **NEEDED.get(name, {}))
+    attack = Attack(craft=bound, threat=craft.threat, poison=flip if name in POISONED else None)
     assert_engines_agree(algorithms.fedcb2o(own_model="judged", mixing_factor=1.0), attack)
 
 

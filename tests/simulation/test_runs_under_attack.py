@@ -24,6 +24,7 @@ NEEDED = {
     "rarest_flip": {"target": 3},
     "spread_flip": {"target": 3},
     "boosting": {"data": FLIP},
+    "descent": {"source": 9, "target": 4, "data": FLIP},
     "echo": {"data": FLIP},
     "gap_aware": {"data": FLIP},
     "neurotoxin": {"data": FLIP},
@@ -67,7 +68,7 @@ def test_each_attack_runs(tmp_path, name):
     assert done.complete
     benign = done.records[~done.records.malicious]
     assert benign.accuracy.notna().all()
-    flips = name in FLIPS | {"boosting", "echo", "gap_aware", "neurotoxin", "slow_drift"}
+    flips = name in FLIPS | {"boosting", "descent", "echo", "gap_aware", "neurotoxin", "slow_drift"}
     assert benign.source_accuracy.notna().all() == flips
     assert benign.attack_success_rate.notna().all() == (flips or name in ON_TARGET)
     assert ("craft" in done.timing) == (name not in ON_DATA)

@@ -11,11 +11,13 @@ of benign agents after the last round, as means over seeds. Each is the worst ov
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from statistics import fmean
 from typing import Annotated, Any, Literal
 
 import matplotlib as mpl
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.collections import LineCollection
 from matplotlib.figure import Figure
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -181,7 +183,7 @@ def board_table(entries: Iterable[Entry]) -> pd.DataFrame:
 
 
 def _mean(settings: Sequence[Setting], key: str) -> float:
-    return sum(getattr(setting, key) for setting in settings) / len(settings)
+    return fmean(getattr(setting, key) for setting in settings)
 
 
 @mpl.rc_context(STYLE)
@@ -195,8 +197,8 @@ def board_figure(entries: Iterable[Entry], data: str) -> Figure:
     curves = [entry.curve(data) for entry in shown]
     for place, (entry, curve) in enumerate(zip(shown, curves, strict=True)):
         panel = axes[place]
-        for other in curves:
-            panel.plot(*_points(other, "mean"), color="0.85", linewidth=0.8, zorder=1)
+        others = [list(zip(*_points(other, "mean"), strict=True)) for other in curves]
+        panel.add_collection(LineCollection(others, colors="0.85", linewidths=0.8, zorder=1))
         panel.plot(*_points(curve, "mean"), color=PALETTE[0], marker="o", markersize=3)
         panel.plot(
             *_points(curve, "worst"), color=PALETTE[1], marker="s", markersize=3, linestyle="--"

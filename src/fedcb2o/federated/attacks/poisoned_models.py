@@ -54,14 +54,19 @@ def descent(
     labels = view.data.y
     is_source = labels == source
     labels_of_pair = torch.stack([torch.full_like(labels, target), labels])
-    _, group, counts = labels.unique(return_inverse=True, return_counts=True)
+    classes = torch.tensor(sorted(set(labels.tolist())))
+    group = torch.searchsorted(classes, labels)
+    counts = group.bincount()
     reference = view.sample_losses(mean.unsqueeze(0))[0]
 
     def excess(losses: Float[Tensor, "m n"]) -> Float[Tensor, " m"]:
         difference = losses - reference
         if hide == "loss":
             return difference.mean(1)
-        sums = difference.new_zeros(len(losses), len(counts)).index_add(1, group, difference)
+
+        sums: Tensor = difference.new_zeros(len(losses), len(counts)).index_add(
+            1, group, difference
+        )
         return (sums / counts).amax(1)
 
     def projected(theta: Float[Tensor, " d"]) -> Float[Tensor, " d"]:
