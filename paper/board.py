@@ -52,6 +52,27 @@ def adversary_table() -> pd.DataFrame:
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Attack")
 
 
+def forms_table() -> pd.DataFrame:
+    """Return the values of each axis, and the size of the forms, of the newest adversary."""
+    adversary = fixed_adversary()
+    centre = adversary.table["centre"]
+    rows = {}
+    for key, axis in (("shares", "share"), ("graphs", "graph"), ("skews", "skew")):
+        rows[key] = {"Values": ", ".join(adversary.table[key]), "Centre": centre[axis]}
+    samples = [
+        f"{name}: {entry['agents']['benign_samples']}"
+        for name, entry in adversary.table["data"].items()
+    ]
+    rows["data: samples of an agent"] = {"Values": ", ".join(samples), "Centre": "each"}
+    for form in ("quick", "full"):
+        table = {**adversary.table["shared"], **adversary.table[form]}
+        count = len(adversary.settings(full=form == "full"))
+        size = f"{count} settings, {table['rounds']} rounds, seeds: {len(table['seeds'])}"
+        rows[f"{form} form"] = {"Values": size, "Centre": ""}
+    rows["entries so far"] = {"Values": str(len(entries())), "Centre": ""}
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Axis")
+
+
 def _word(value: object) -> str:
     return str(value).lower()
 

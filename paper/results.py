@@ -418,6 +418,7 @@ TABLES = {
     "last_layer": last_layer_table,
     "board": board.table,
     "adversary": board.adversary_table,
+    "forms": board.forms_table,
 }
 
 
