@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from fedcb2o import rng
-from fedcb2o.rng import agent_streams, permutations, stream, subsets
+from fedcb2o.rng import agent_streams, permutations, stream, subsets, weighted_subsets
 
 
 def test_equal_names_give_equal_draws():
@@ -80,6 +80,29 @@ def test_subsets_of_several_streams_equal_choices_of_each():
         if size < count:
             expected = np.sort(draw.choice(count, size, replace=False))
         assert values[end - len(expected) : end].tolist() == expected.tolist()
+    _assert_equal_continuation(draws, alone)
+
+
+@pytest.mark.usefixtures("_kind")
+@pytest.mark.parametrize(("k", "power"), [(1, 1), (9, 1), (30, 8), (300, 40)])
+def test_weighted_subsets_of_several_streams_equal_choices_of_each(k, power):
+    """Also after other draws of an odd number of words, and where repeats need many draws."""
+    draws = agent_streams(k, "x", agents=range(90))
+    alone = [stream(k, "x", j) for j in range(90)]
+    first = np.arange(90) % 4
+    subsets(draws, np.full(90, 50), first)
+    for draw, size in zip(alone, first.tolist(), strict=True):
+        draw.choice(50, size, replace=False)
+    rows = np.arange(0, 90, 2)
+    rest = np.random.default_rng(k)
+    p = rest.random((len(rows), k)) ** power
+    p[:, 1:][rest.random((len(rows), k - 1)) < 0.3] = 0
+    p /= p.sum(1, keepdims=True)
+    sizes = np.minimum((p > 0).sum(1), rest.integers(0, 8, len(rows)))
+    numbers = weighted_subsets(draws, rows, p, sizes)
+    for i, j in enumerate(rows.tolist()):
+        expected = alone[j].choice(k, sizes[i], replace=False, p=p[i])
+        assert numbers[i, : sizes[i]].tolist() == sorted(expected)
     _assert_equal_continuation(draws, alone)
 
 

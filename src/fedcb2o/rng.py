@@ -4,8 +4,9 @@ A stream depends only on the seed and on its name. Neither the order of executio
 workers can change a result. Philox: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3"
 (2011).
 
-A generator takes longer to make than to draw a few numbers. `permutations` and `subsets` therefore
-draw from many streams at once, in arrays, and return the same numbers as the generators.
+A generator takes longer to make than to draw a few numbers. `permutations`, `subsets` and
+`weighted_subsets` therefore draw from many streams at once, in arrays, and return the same numbers
+as the generators.
 
 Example:
     >>> first = stream(0, "batches", 1, 7).integers(100, size=3)
@@ -25,12 +26,14 @@ from numpy.typing import NDArray
 
 _Integers = NDArray[np.int64]
 _Words = NDArray[np.uint64]
+_Floats = NDArray[np.float64]
 _Booleans = NDArray[np.bool_]
 
 _Draw = Callable[[_Words], tuple[_Integers, _Integers, _Booleans]]
 """Keys of Philox -> numbers of each stream, words of 32 bits drawn, True where arrays fail."""
 
 _MIN_STREAMS = 64  # for which arrays are faster than generators
+_MIN_WEIGHTED_STREAMS = 16
 
 
 def stream(seed: int, *key: str | int) -> np.random.Generator:
@@ -54,7 +57,9 @@ class AgentStreams(Sequence[np.random.Generator]):
         self._prefix = prefix
         self._agents = agents
         self._generators: dict[int, np.random.Generator] = {}
-        self._words_drawn: _Integers | None = None  # by arrays, from each stream, of 32 bits
+        # Drawn by arrays from each stream: words of 32 bits, and then numbers of 64 bits.
+        self._words_drawn: _Integers | None = None
+        self._doubles_drawn = np.zeros(len(agents), np.int64)
 
     def __len__(self) -> int:
         return len(self._agents)
@@ -73,16 +78,35 @@ class AgentStreams(Sequence[np.random.Generator]):
             )
             if self._words_drawn is not None:
                 _skip(generator, int(self._words_drawn[k]))
+            generator.bit_generator.random_raw(int(self._doubles_drawn[k]), output=False)
         return generator
+
+    @functools.cached_property
+    def keys(self) -> _Words:
+        """Keys of Philox, shape [a, 2]."""
+        digests = b"".join([_digest(f"{self._prefix}, {j})") for j in self._agents])
+        return np.frombuffer(digests, _WORD).reshape(-1, 2)
 
     def draw_arrays(self, draw: _Draw) -> tuple[_Integers, _Integers]:
         """Draw from all streams at once; return the numbers, and the streams that cannot.
 
         Generators that are made later continue after these draws.
         """
-        digests = b"".join([_digest(f"{self._prefix}, {j})") for j in self._agents])
-        numbers, num_words, is_rejected = draw(np.frombuffer(digests, _WORD).reshape(-1, 2))
+        numbers, num_words, is_rejected = draw(self.keys)
         self._words_drawn = np.where(is_rejected, 0, num_words)
+        return numbers, np.flatnonzero(is_rejected)
+
+    def draw_weighted(
+        self, rows: _Integers, p: _Floats, sizes: _Integers
+    ) -> tuple[_Integers, _Integers]:
+        """Draw as `weighted_subsets` does; return the numbers, and the places that cannot."""
+        start = self._doubles_drawn[rows]
+        if self._words_drawn is not None:
+            start = start + (self._words_drawn[rows] + 1) // 2
+        numbers, num_doubles, is_rejected = _weighted_subsets(self.keys[rows], p, sizes, start)
+        # Those with a generator continue with it.
+        is_rejected |= np.isin(rows, list(self._generators))
+        self._doubles_drawn[rows] += np.where(is_rejected, 0, num_doubles)
         return numbers, np.flatnonzero(is_rejected)
 
     @property
@@ -130,6 +154,26 @@ def subsets(
     return chosen[places < sizes[:, None]], sizes
 
 
+def weighted_subsets(
+    draws: Sequence[np.random.Generator], rows: _Integers, p: _Floats, sizes: _Integers
+) -> _Integers:
+    """Draw from the streams at `rows`, without replacement, with probabilities p, shape [r, k].
+
+    The numbers are those of `choice(k, size, replace=False, p=p)` of each generator, ascending; at
+    least `size` probabilities are positive. The result has shape [r, max(sizes)]; in each row only
+    the first `size` numbers are drawn.
+    """
+    chosen = np.full((len(rows), sizes.max(initial=0)), _ABSENT)
+    rest = np.arange(len(rows))
+    is_worth = chosen.size and len(rows) >= _MIN_WEIGHTED_STREAMS
+    if is_worth and isinstance(draws, AgentStreams) and _arrays_equal_generators():
+        chosen, rest = draws.draw_weighted(rows, p, sizes)
+    for i in rest.tolist():
+        draw, size = draws[int(rows[i])], int(sizes[i])
+        chosen[i, :size] = np.sort(draw.choice(p.shape[1], size, replace=False, p=p[i]))
+    return chosen
+
+
 def _can_draw_arrays(draws: Sequence[np.random.Generator]) -> TypeGuard[AgentStreams]:
     """Return whether several streams can draw by arrays."""
     return (
@@ -148,11 +192,16 @@ def _arrays_equal_generators() -> bool:
     counts, sizes = np.array([12, 25, 60, 1000, 10_000, 10_001, 20_000, 10**6]), np.full(8, 9)
     orders, _, _ = _permutations(keys, 7, times=2)
     chosen, _, _ = _subsets(keys, counts, sizes)
-    for digest, count, order, numbers in zip(digests, counts, orders, chosen, strict=True):
-        generators = [_generator(digest) for _ in range(2)]
+    p = np.arange(1, 97).reshape(8, 12) / np.arange(1, 97).reshape(8, 12).sum(1)[:, None]
+    weighted, _, _ = _weighted_subsets(keys, p, sizes, np.full(8, 1))
+    for k, digest in enumerate(digests):
+        generators = [_generator(digest) for _ in range(3)]
+        generators[2].random()
+        if weighted[k].tolist() != sorted(generators[2].choice(12, 9, replace=False, p=p[k])):
+            return False
         expected = [*generators[0].permutation(7), *generators[0].permutation(7)]
-        subset = generators[1].choice(count, 9, replace=False)
-        if order.tolist() != expected or numbers.tolist() != sorted(subset):
+        subset = generators[1].choice(counts[k], 9, replace=False)
+        if orders[k].tolist() != expected or chosen[k].tolist() != sorted(subset):
             return False
     return True
 
@@ -213,6 +262,42 @@ def _subsets(
     is_large = (counts > 10_000) & (sizes > counts // 50)
     num_words = np.where(sizes < counts, 2 * sizes - 1, 0).clip(0)  # with those of a shuffle
     return ascending, num_words, is_rejected | is_large | (counts >= 2**32)
+
+
+def _weighted_subsets(
+    keys: _Words, p: _Floats, sizes: _Integers, start: _Integers
+) -> tuple[_Integers, _Integers, _Booleans]:
+    """Draw as `Generator.choice` does with probabilities, ascending, after `start` numbers.
+
+    Numbers with probabilities are drawn at once, with replacement; repeats are drawn again, without
+    the numbers that were found.
+    """
+    limits = start + 3 * sizes + 8  # streams that need more numbers are rejected
+    words = _words(keys, 2 * int(limits.max()))
+    uniform = ((words[:, ::2] | words[:, 1::2] << _HALF) >> _DROPPED_BITS) * 2.0**-53
+    p = p.copy()
+    found = np.full((len(keys), sizes.max()), _ABSENT)
+    num_found, place = np.zeros_like(sizes), start.copy()
+    rows = np.flatnonzero(sizes)
+    while len(rows):
+        missing = sizes[rows] - num_found[rows]
+        columns = np.arange(missing.max())
+        x = uniform[rows[:, None], place[rows, None] + columns]
+        cumulative = p[rows].cumsum(1)
+        cumulative /= cumulative[:, -1:]
+        new = (cumulative[:, None] <= x[:, :, None]).sum(2)
+
+        # The first of equal numbers counts.
+        is_equal = new[:, :, None] == new[:, None]
+        is_new = ~np.tril(is_equal, -1).any(2) & (columns < missing[:, None])
+        i, j = np.nonzero(is_new)
+        found[rows[i], (num_found[rows, None] + is_new.cumsum(1) - 1)[i, j]] = new[i, j]
+        p[rows[i], new[i, j]] = 0
+        num_found[rows] += is_new.sum(1)
+        place[rows] += missing
+        is_left = (num_found < sizes) & (place + sizes - num_found <= limits)
+        rows = rows[is_left[rows]]
+    return np.sort(found, 1), place - start, num_found < sizes
 
 
 def _bounded(keys: _Words, bounds: _Words) -> tuple[_Integers, _Booleans]:
@@ -288,6 +373,7 @@ _WORD = np.dtype("<u8")
 _START = np.zeros(4, np.uint64)  # Philox's counter; it is slower to build from Python integers
 _LOW = np.uint64(2**32 - 1)
 _HALF = np.uint64(32)
+_DROPPED_BITS = np.uint64(11)  # of a word of 64 bits, for a number in [0, 1)
 _FACTORS = np.array([0xD2E7470EE14C6C93, 0xCA5A826395121157], np.uint64)
 _STEPS = np.array([0x9E3779B97F4A7C15, 0xBB67AE8584CAA73B], np.uint64)
 _ABSENT = np.iinfo(np.int64).max

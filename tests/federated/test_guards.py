@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedcb2o.federated.aggregation.gram_matrix import relative_distances
+from fedcb2o.federated.aggregation.gram_matrix import distances_to_own, relative_distances
 from fedcb2o.federated.guards.checks import (
     ADMITTED,
     TOO_FAR,
@@ -26,15 +26,33 @@ NAN = [math.nan, 0.0]
 
 def outcomes(guards: Guards, *received: list[float], previous: list[float] | None = None) -> list:
     models = torch.tensor([OWN, previous or OWN, *received], dtype=torch.float64)
-    rows = torch.arange(2, len(models))
+    rows = torch.arange(2, len(models)).unsqueeze(0)
     previous_row = None if previous is None else torch.tensor([1])
-    return distance_check(guards, models, rows, torch.tensor([0]), previous_row).tolist()
+    (result,) = distance_check(guards, models, rows, torch.tensor([0]), previous_row).tolist()
+    return result
 
 
 def test_distances_are_in_units_of_the_norm_of_the_last_model() -> None:
     models = torch.tensor([OWN, [6.0, 8.0], [0.0, 0.0], [-3.0, -4.0], [3.0, 9.0]])
     rows = torch.tensor([1, 2, 3, 4, 0])
     assert relative_distances(models, rows).tolist() == [1.0, 1.0, 2.0, 1.0]
+
+
+@pytest.mark.parametrize("d", [3, 5000])
+def test_agents_together_measure_the_distances_of_agents_alone(d) -> None:
+    """Several blocks of columns and of agents; an equal model is at distance 0."""
+    models = torch.randn(60, d)
+    rows, own = torch.randint(60, (40, 7)), torch.randint(60, (40,))
+    rows[:, 3] = own
+    found = distances_to_own(models, rows, own)
+    for k in range(40):
+        assert found[k].equal(distances_to_own(models, rows[k : k + 1], own[k : k + 1])[0])
+    x = models.double()
+    expected = (x[rows] - x[own, None]).norm(dim=-1) / x[own].norm(dim=-1, keepdim=True)
+    torch.testing.assert_close(found, expected)
+    assert (found[:, 3] == 0).all()
+    assert distances_to_own(models, rows[:, :0], own).shape == (40, 0)
+    assert distances_to_own(models, rows[:0], own[:0]).shape == (0, 7)
 
 
 def test_a_model_at_the_largest_distance_is_admitted_and_one_beyond_it_is_not() -> None:

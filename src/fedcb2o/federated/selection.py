@@ -7,12 +7,12 @@ network narrows the candidates. The built-in selections take several agents at o
 import functools
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from fedcb2o import plugins
@@ -21,11 +21,11 @@ from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.types import Contacts, Select
 from fedcb2o.plugins import Declaration, PluginChoice
-from fedcb2o.rng import subsets
+from fedcb2o.rng import subsets, weighted_subsets
 
 __all__ = ["everyone", "prob_sampling", "uniform"]
 
-_NO_INDICES = np.zeros(0, np.int64)
+_MAX_NUMBERS = 2**17  # of several lists at once, which fit a core's cache with their copies
 
 # (contacts, candidates, budget, generators, *, ...) -> peers to ask, with one list per agent.
 _BatchedSelect = Callable[..., Ragged]
@@ -77,10 +77,12 @@ def prob_sampling(
     """
     agent = contacts.ids.list_index
     is_candidate, positions = candidates.find(agent, contacts.ids.values)
-    likelihood = contacts.likelihood[is_candidate]
     sizes = np.bincount(agent[is_candidate], minlength=len(contacts))
     known = Ragged(positions, sizes)
+    likelihood = _fill_unknown(Ragged(contacts.likelihood[is_candidate], sizes))
     num_unknown = candidates.counts - sizes
+    # A peer whose likelihood is 0 is not drawn.
+    num_drawable = np.bincount(known.list_index[likelihood.values > 0], minlength=len(known))
 
     # There is no top-up: while an agent has unknown peers, it asks them alone.
     max_new = np.full(len(known), budget)
@@ -88,18 +90,13 @@ def prob_sampling(
     if newcomer_share is not None:
         # Unknown peers fill up the budget where too few are known.
         share = math.ceil(newcomer_share * budget - 1e-9)
-        drawable = [int((_fill_unknown(P) > 0).sum()) for P in Ragged(likelihood, sizes)]
-        max_new = np.maximum(share, budget - np.array(drawable, np.int64))
+        max_new = np.maximum(share, budget - num_drawable)
         total[:] = budget
     new = Ragged(*subsets(draws, num_unknown, max_new))
-
-    old_indices = [_NO_INDICES] * len(known)
-    lists = list(Ragged(likelihood, sizes)) if total.any() else []
-    for k in np.flatnonzero(total).tolist():
-        old_indices[k] = _draw_by_likelihood(lists[k], int(total[k] - new.sizes[k]), draws[k])
+    old_sizes = np.where(total > 0, np.minimum(total - new.sizes, num_drawable), 0)
+    old = _draw_by_likelihood(likelihood, old_sizes, draws)
 
     new_positions = Ragged(new.values + _known_before(new, known), new.sizes)
-    old = Ragged.from_arrays(old_indices)
     old_positions = Ragged(positions[known.offsets[old.list_index] + old.values], old.sizes)
     return _merge(candidates.ids_at(new_positions), candidates.ids_at(old_positions))
 
@@ -211,24 +208,41 @@ def extra_inputs(select: Select) -> tuple[str, ...]:
 
 
 def _draw_by_likelihood(
-    likelihood: Float[np.ndarray, " k"], size: int, draw: np.random.Generator
-) -> Int[np.ndarray, " s"]:
-    """Draw indices with probability proportional to the likelihood; fewer where it is 0."""
-    likelihood = _fill_unknown(likelihood)
-    total = float(torch.from_numpy(likelihood).sum())
-    if not total > 0:
-        return _NO_INDICES
-    p = likelihood / total
-    return np.sort(draw.choice(len(p), min(size, int((p > 0).sum())), replace=False, p=p))
+    likelihood: Ragged, sizes: Int[np.ndarray, " a"], draws: Sequence[np.random.Generator]
+) -> Ragged:
+    """Draw indices with probability proportional to the likelihood, `sizes` of each agent."""
+    chosen = np.zeros((len(sizes), sizes.max(initial=0)), np.int64)
+    for rows, values in _equal_lists(likelihood, sizes > 0):
+        p = values / torch.from_numpy(values).sum(1, keepdim=True).numpy()
+        numbers = weighted_subsets(draws, rows, p, sizes[rows])
+        chosen[rows, : numbers.shape[1]] = numbers
+    return Ragged(chosen[np.arange(chosen.shape[1]) < sizes[:, None]], sizes)
 
 
-def _fill_unknown(likelihood: Float[np.ndarray, " k"]) -> Float[np.ndarray, " k"]:
-    """Replace NaN, of a peer that never answered, by the mean likelihood."""
-    is_unknown = np.isnan(likelihood)
+def _fill_unknown(likelihood: Ragged) -> Ragged:
+    """Replace NaN, of a peer that never answered, by the agent's mean likelihood."""
+    is_unknown = np.isnan(likelihood.values)
     if not is_unknown.any():
         return likelihood
-    mean = 1.0 if is_unknown.all() else float(torch.from_numpy(likelihood).nanmean())
-    return np.where(is_unknown, mean, likelihood)
+    agent = likelihood.list_index
+    means = np.ones(len(likelihood))  # of an agent that no peer answered
+    has_both = np.isin(np.arange(len(means)), agent[is_unknown])
+    has_both &= np.isin(np.arange(len(means)), agent[~is_unknown])
+    for rows, values in _equal_lists(likelihood, has_both):
+        means[rows] = torch.from_numpy(values).nanmean(1).numpy()
+    values = np.where(is_unknown, means[agent], likelihood.values)
+    return Ragged(values, likelihood.sizes)
+
+
+def _equal_lists(
+    lists: Ragged, is_wanted: Bool[np.ndarray, " a"]
+) -> Iterator[tuple[Int[np.ndarray, " r"], Float[np.ndarray, "r k"]]]:
+    """Group the lists of equal length, at most `_MAX_NUMBERS` at once: indices, and numbers."""
+    for size in np.unique(lists.sizes[is_wanted]).tolist():
+        rows = np.flatnonzero(is_wanted & (lists.sizes == size))
+        step = max(1, _MAX_NUMBERS // max(1, size))
+        for part in np.split(rows, range(step, len(rows), step)):
+            yield part, lists.values[lists.flat_index(part)].reshape(len(part), size)
 
 
 _ARGUMENTS = {

@@ -142,24 +142,24 @@ def admit(
     if not guards.checks_models:
         return outcome
 
+    if guards.checks_distance:
+        for equal, entries, received in inbox.group_by_size(positions):
+            own = torch.from_numpy(group.layout.own[members[equal]])
+            previous = group.previous_rows(members[equal])
+            checked = distance_check(guards, group.models, received.rows, own, previous)
+            outcome[entries] = checked.flatten()
+    # The agent's own model, where it sampled itself, is always admitted.
+    is_own = inbox.ids.values == np.repeat(group.agents[members], inbox.ids.sizes)
+    outcome[is_own] = ADMITTED
+    if guards.max_sensitivity is False:
+        return outcome
+
     for position in positions.tolist():
         index = inbox.ids.flat_index(np.array([position]))
-        agent = members[position : position + 1]
-        if guards.checks_distance:
-            outcome[index] = distance_check(
-                guards,
-                group.models,
-                torch.from_numpy(inbox.rows[index]),
-                torch.from_numpy(group.layout.own[agent]),
-                group.previous_rows(agent),
-            )
-        # The agent's own model, where it sampled itself, is always admitted.
-        is_own = inbox.ids.values[index] == group.agents[agent]
-        outcome[index[is_own]] = ADMITTED
-        checked = index[(outcome[index] == ADMITTED) & ~is_own]
-        if guards.max_sensitivity is not False and checked.size:
-            rise = sensitivity_rises(group, int(agent[0]), inbox.rows[checked], n)
-            outcome[checked[~(rise <= guards.max_sensitivity)]] = TOO_SENSITIVE
+        suspects = index[(outcome[index] == ADMITTED) & ~is_own[index]]
+        if suspects.size:
+            rise = sensitivity_rises(group, int(members[position]), inbox.rows[suspects], n)
+            outcome[suspects[~(rise <= guards.max_sensitivity)]] = TOO_SENSITIVE
     return outcome
 
 

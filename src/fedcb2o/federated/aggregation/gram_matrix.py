@@ -132,3 +132,30 @@ def relative_distances(
     squares = products.diagonal()
     squared = (squares[:-1] - 2 * to_last + squares[-1]).clamp(min=0)
     return squared.sqrt() / squares[-1].sqrt()
+
+
+def distances_to_own(
+    models: Float[Tensor, "p d"], rows: Int[Tensor, "a m"], own: Int[Tensor, " a"]
+) -> Float[Tensor, "a m"]:
+    """Compute distances to each agent's own model, in units of its norm, in float64 on the CPU.
+
+    The result of an agent does not depend on the others.
+    """
+    width = min(models.shape[1], _GRAM_COLUMNS)
+    step = max(1, _BLOCK_ELEMENTS // (width * (1 + rows.shape[1])))
+    # Devices of Apple have no float64.
+    dtype = torch.float64 if models.device.type != "mps" else torch.float32
+    found = []
+    for some_rows, some_own in zip(torch.split(rows, step), torch.split(own, step), strict=True):
+        squares = torch.zeros(rows.shape[1], dtype=torch.float64)
+        norms = torch.zeros(1, dtype=torch.float64)
+        index = torch.cat([some_own[:, None], some_rows], 1).to(models.device)
+        for start in range(0, models.shape[1], width):
+            block = models[:, start : start + width]
+            x = block.index_select(0, index.flatten()).to(dtype)
+            x = x.view(*index.shape, block.shape[1])
+            norms = norms + x[:, :1].square().sum(-1).double().cpu()
+            x = x[:, 1:].sub_(x[:, :1])
+            squares = squares + x.square_().sum(-1).double().cpu()
+        found.append(squares.sqrt() / norms.sqrt())
+    return torch.cat(found)

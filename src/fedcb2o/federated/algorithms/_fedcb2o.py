@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
@@ -33,7 +34,7 @@ from fedcb2o.federated.types import Criterion, CriterionInput, CriterionValues, 
 from fedcb2o.plugins import VARIANTS, PluginChoice
 
 OwnModel = Literal["excluded", "judged", "trusted"]
-LevelTest = Callable[[Float[Tensor, " m"]], Bool[Tensor, " m"]]
+LevelTest = Callable[[Float[Tensor, "a m"]], Bool[Tensor, "a m"]]
 """Function from losses to a mask of those that do not exceed the level."""
 
 RELEASED: dict[str, Any] = {
@@ -257,22 +258,16 @@ class SublevelCriterion:
         if self.level is None:
             return candidates if inputs.tolerated is None else candidates & tolerated
 
-        # 2. The level of the candidates' losses; agents have different numbers of candidates.
+        # 2. The level of the candidates' losses, of agents with equally many candidates at once.
         members = candidates.clone()
-        k = candidates.shape[-1]
         lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
         confidence = label_confidence(inputs.losses, self.label_coverage)
-        agents = zip(
-            *(x.view(-1, k) for x in (members, candidates, lower)),
-            confidence.view(-1).tolist(),
-            strict=True,
-        )
-        for members_of_agent, candidates_of_agent, losses, confidence_of_agent in agents:
-            if candidates_of_agent.any():
-                L = losses[candidates_of_agent]
-                members_of_agent[candidates_of_agent] = _widen(
-                    self.level(L), L, confidence_of_agent
-                )
+        counts = candidates.sum(-1)
+        for count in np.unique(counts[counts > 0].numpy()).tolist():
+            is_chosen = candidates & (counts == count).unsqueeze(-1)
+            L = lower[is_chosen].view(-1, count)
+            widened = _widen(self.level(L), L, confidence[counts == count])
+            members[is_chosen] = widened.flatten()
         return members | (candidates & tolerated)
 
 
@@ -297,12 +292,12 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
 
 
 def _widen(
-    is_member: Bool[Tensor, " m"], losses: Float[Tensor, " m"], confidence: float
-) -> Bool[Tensor, " m"]:
+    is_member: Bool[Tensor, "a m"], losses: Float[Tensor, "a m"], confidence: Float[Tensor, " a"]
+) -> Bool[Tensor, "a m"]:
     """Add the share 1 - confidence, rounded, of the other models: those of lowest loss."""
-    num_members = int(is_member.sum())
-    num_added = round((1 - confidence) * (len(losses) - num_members))
-    if not num_added:
-        return is_member
+    num_members = is_member.sum(-1)
+    num_added = ((1 - confidence) * (losses.shape[-1] - num_members)).round().long()
+    last = (num_members + num_added - 1).clamp(min=0).unsqueeze(-1)
     # Models of equal loss are treated alike.
-    return is_member | (losses <= losses.sort().values[num_members + num_added - 1])
+    is_low = losses <= losses.sort().values.gather(-1, last)
+    return is_member | (is_low & (num_added > 0).unsqueeze(-1))

@@ -14,7 +14,7 @@ from jaxtyping import Bool, Float, Int
 from pydantic import Field
 from torch import Tensor
 
-from fedcb2o.federated.aggregation.gram_matrix import relative_distances
+from fedcb2o.federated.aggregation.gram_matrix import distances_to_own
 from fedcb2o.federated.losses import standard_error_of_mean
 from fedcb2o.federated.sections import Section, key_field
 from fedcb2o.federated.types import Losses
@@ -124,25 +124,27 @@ NO_GUARDS = Guards()
 def distance_check(
     guards: Guards,
     models: Float[Tensor, "p d"],
-    rows: Int[Tensor, " m"],
-    own_row: Int[Tensor, " one"],
-    previous_row: Int[Tensor, " one"] | None,
-) -> Int[np.ndarray, " m"]:
+    rows: Int[Tensor, "a m"],
+    own: Int[Tensor, " a"],
+    previous: Int[Tensor, " a"] | None,
+) -> Int[np.ndarray, "a m"]:
     """Return an outcome for each received model, by its distance from the agent's own model.
 
     The largest distance is the ball B_R of eq:Q_beta, about the agent's own model. The least one is
     at most a third of that of the farthest received model in this ball.
     """
-    # One pass over the models gives the agent's own movement, too.
-    ahead = [] if previous_row is None else [previous_row]
-    distances = relative_distances(models, torch.cat([*ahead, rows, own_row]))
-    movement, distances = distances[: len(ahead)], distances[len(ahead) :]
     outcome = torch.full(rows.shape, ADMITTED)
+    if not rows.numel():
+        return outcome.numpy()
+    # One pass over the models gives the agent's own movement, too.
+    ahead = [] if previous is None else [previous[:, None]]
+    distances = distances_to_own(models, torch.cat([*ahead, rows], 1), own)
+    movement, distances = distances[:, : len(ahead)], distances[:, len(ahead) :]
     if guards.min_distance is not False:
-        within = distances[distances <= (guards.max_distance or torch.inf)]
-        farthest = within.amax() if len(within) else 0.0
+        is_within = distances <= (guards.max_distance or torch.inf)
+        farthest = torch.where(is_within, distances, 0.0).amax(1, keepdim=True)
         # In low dimension, and in a first round, all honest models are near.
-        least = (guards.min_distance * movement).clamp(max=_NEAR_SHARE * farthest)
+        least = (guards.min_distance * movement).minimum(_NEAR_SHARE * farthest)
         outcome[distances < least] = TOO_NEAR
     if guards.max_distance is not False:
         # Written this way, a distance that is not a number is too far.
