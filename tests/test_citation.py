@@ -66,7 +66,7 @@ def test_the_commands_of_the_artefact_exist():
     for module in re.findall(r"-m (paper\.\w+)", text):
         assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
     files = re.findall(r"`((?:docs|tests)/[\w/.-]+\.\w+)`", text)
-    assert len(files) == 3
+    assert len(files) == 4
     assert all((ROOT / file).is_file() for file in files)
 
 

@@ -241,7 +241,7 @@ def test_sample_losses_of_an_attacker_equal_its_losses_and_have_a_gradient(tmp_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["fedassay", "median"])
+@pytest.mark.parametrize("name", ["fedassay", "averaging"])
 def test_a_run_of_an_entry_gives_the_committed_values(tmp_path, name):
     """One setting of the entry, and the central one, in which strengths are chosen."""
     adversary = fixed_adversary()
