@@ -76,6 +76,7 @@ class Options:
     delta_q: float = 0.0
     quantile: Literal["plain", "averaged"] = "plain"  # averaged: the level of eq:Q_beta
     label_coverage: float = 0.0  # share of classes for full confidence; beyond the paper
+    rank_tolerance: float = math.inf  # share of knowledge that members lack; beyond the paper
     own_model: Literal["excluded", "judged", "trusted"] = "excluded"  # released code: trusted
     lambda1: float = 10.0
     mixing_factor: float | None = None  # None: lambda1 * gamma; released code: 1
@@ -271,6 +272,7 @@ def local_aggregations(
         candidates = sorted({*admitted, j}) if options.own_model != "excluded" else admitted
 
         label_confidence = confidence(agent, num_classes)
+        entropy = label_entropy(agent)
         losses: dict[int, Loss] = {}
         if options.criterion != "num_samples" or options.loss_tolerance is not None:
             # Line 3: L_j^i <- loss of theta_n^i on agent j's data
@@ -278,12 +280,12 @@ def local_aggregations(
                 evaluated = interpolate(published[j], published[i], agent, options.interpolation)
                 losses[i] = evaluate(evaluated, agent, training)
         if options.criterion == "num_samples":
-            members = sublevel_set(losses, candidates, j, options, label_confidence)
+            members = sublevel_set(losses, candidates, j, options, label_confidence, entropy)
             values = {i: float(len(agents[i].train_y)) for i in members}
             weights = normalised(values)
         else:
             uses_gap = options.criterion != "average_loss" and n >= options.criterion_from_round
-            Q = sublevel_set(losses, candidates, j, options, label_confidence)
+            Q = sublevel_set(losses, candidates, j, options, label_confidence, entropy)
             G = {}
             # Line 5: G^i <- G_j(theta_n^i; theta_n^j), or L_j^i before round T_G
             for i in sorted({*admitted, j}):
@@ -724,11 +726,13 @@ def sublevel_set(
     j: int,
     options: Options,
     label_confidence: float = 1.0,
+    entropy: float = math.inf,
 ) -> list[int]:
     """Return the members of Q_beta (eq:clustered_csp); without beta, all models.
 
     Beyond the paper, tolerated models are members too; without beta they are the only members. An
-    agent of few classes adds a part of the other models, best first.
+    agent of few classes adds a part of the other models, best first. A member by rank alone knows
+    nearly as much as the agent's own model: `entropy` is the loss of a model that knows nothing.
     """
     tolerated = models
     if options.loss_tolerance is not None:
@@ -745,6 +749,10 @@ def sublevel_set(
     Q = [i for i in models if losses[i].mean <= q_beta + options.delta_q]
     others = sorted((i for i in models if i not in Q), key=lambda i: losses[i].mean)
     added = round((1 - label_confidence) * len(others))
+    if entropy < math.inf and options.rank_tolerance < math.inf:
+        known = max(0.0, entropy - losses[j].mean)
+        bound = losses[j].mean + options.rank_tolerance / label_confidence * known
+        Q = [i for i in Q if losses[i].mean <= bound]
     return [i for i in models if i in {*Q, *others[:added], *tolerated}]
 
 
@@ -754,11 +762,16 @@ def confidence(agent: Agent, num_classes: int) -> float:
     It is the square of the effective number of classes in its validation data over the required
     number.
     """
-    labels = [int(y) for y in agent.validation_y]
-    shares = [labels.count(c) / len(labels) for c in set(labels)]
-    effective = math.exp(-sum(p * math.log(p) for p in shares))
+    effective = math.exp(label_entropy(agent))
     required = agent.algorithm.label_coverage * num_classes
     return 1.0 if effective >= required else (effective / required) ** 2
+
+
+def label_entropy(agent: Agent) -> float:
+    """Return the entropy of an agent's validation labels."""
+    labels = [int(y) for y in agent.validation_y]
+    shares = [labels.count(c) / len(labels) for c in set(labels)]
+    return -sum(p * math.log(p) for p in shares)
 
 
 def consensus_weights(

@@ -125,6 +125,10 @@ FEDCB2O = {
     "exact consensus": {"selection": "everyone", "beta": 0.34, "own_model": "judged"},
     "label coverage": {"label_coverage": 1.0, "beta": 0.34, "own_model": "judged"},
     "label coverage, all models": {"label_coverage": 1.0},
+    "rank tolerance": {
+        **{"rank_tolerance": 0.05, "beta": 0.7, "own_model": "judged", "label_coverage": 0.5},
+    },
+    "rank tolerance 0": {"rank_tolerance": 0.0, "beta": 0.7, "own_model": "judged"},
     "excess": {"criterion": "class_loss_excess", "own_model": "judged", "alpha": 1.0},
     "excess, own a candidate": {"criterion": "class_loss_excess", "own_candidate": True},
     "excess, T_G, label coverage": {

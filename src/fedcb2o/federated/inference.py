@@ -19,7 +19,7 @@ from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.loss_groups import grouped, num_groups
-from fedcb2o.federated.losses import Loss, predicts_labels
+from fedcb2o.federated.losses import Loss, is_cross_entropy, predicts_labels
 from fedcb2o.federated.sections import LossAverage
 from fedcb2o.federated.types import Losses, ScalarObjective
 from fedcb2o.nn import batch_norm
@@ -351,7 +351,8 @@ def per_agent_losses(
     if groups is not None:
         labels, num_classes = grouped(groups, x, y), num_groups(groups)
     by_class, present = _class_means(per_sample, labels, num_classes)
-    return Losses(mean, by_class, present, entropy, per_sample, labels)
+    of_classes = num_classes > 1 and groups is None and is_cross_entropy(loss)
+    return Losses(mean, by_class, present, entropy, per_sample, labels, of_classes)
 
 
 def _log_softmax(outputs: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m n C"]:
@@ -371,13 +372,17 @@ def _log_softmax(outputs: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m n C"]:
 def losses_from_samples(
     per_sample: Float[Tensor, "m n"], labels: Int[Tensor, " n"], num_classes: int | None = None
 ) -> Losses:
-    """Return losses from those of samples, without entropy; by default up to the last label."""
+    """Return losses from those of samples, without entropy; by default up to the last label.
+
+    With labels they are taken for cross-entropies.
+    """
     per_sample = per_sample.double().nan_to_num(nan=torch.inf, posinf=torch.inf)
     if num_classes is None:
         num_classes = 1 + int(labels.max()) if len(labels) else 1
     by_class, present = _class_means(per_sample.unsqueeze(0), labels.unsqueeze(0), num_classes)
     mean = per_sample.mean(-1)
-    return Losses(mean, by_class[0], present[0], mean * torch.nan, per_sample, labels)
+    of_classes = num_classes > 1
+    return Losses(mean, by_class[0], present[0], mean * torch.nan, per_sample, labels, of_classes)
 
 
 def _class_means(

@@ -93,6 +93,11 @@ def answer_loss(
     return -outputs[:, 0]
 
 
+def is_cross_entropy(loss: Loss | None) -> bool:
+    """Return whether a loss is the cross-entropy, which None stands for."""
+    return getattr(loss, "func", loss) in (None, cross_entropy)
+
+
 def predicts_labels(loss: Loss | None) -> bool:
     """Return whether networks predict labels, which are groups for `answer_loss`."""
     return getattr(loss, "func", loss) is not answer_loss

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from fedcb2o.data import Shard, ValueRange, features
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.federated.inference import per_sample_losses
-from fedcb2o.federated.losses import Loss, cross_entropy, predicts_labels
+from fedcb2o.federated.losses import Loss, is_cross_entropy, predicts_labels
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser
 from fedcb2o.federated.plugin_outputs import Metric, apply_sample_transform, metric_value
 from fedcb2o.federated.types import SampleTransform
@@ -148,7 +148,7 @@ def _warn_of_negative_losses(name: str, loss: Loss, outputs: Float[Tensor, "n C"
 
 def _is_cross_entropy(loss: Loss | None, num_classes: int) -> bool:
     """Return whether a loss is the cross-entropy, up to a factor for each class."""
-    if getattr(loss, "func", loss) in (None, cross_entropy):
+    if is_cross_entropy(loss):
         return True
     draw = torch.Generator().manual_seed(0)
     targets = torch.tensor([0, 1])

@@ -29,6 +29,7 @@ class Losses:
         entropy: Mean entropy of the predictions, in nats; NaN for a model that is not finite.
         per_sample: Loss of each sample, to compare models on the same samples.
         labels: Class of each sample; 0 for data without classes.
+        is_cross_entropy: Whether the losses are the cross-entropies of `labels`.
     """
 
     mean: Float[Tensor, "*a m"]
@@ -37,14 +38,15 @@ class Losses:
     entropy: Float[Tensor, "*a m"]
     per_sample: Float[Tensor, "*a m n"]
     labels: Int[Tensor, "*a n"]
+    is_cross_entropy: bool = False
 
     def __getitem__(self, k: int) -> "Losses":
         """Return the losses of one of several agents."""
-        return Losses(*(values[k] for values in self._tensors))
+        return Losses(*(values[k] for values in self._tensors), self.is_cross_entropy)
 
     def clone(self) -> "Losses":
         """Return a copy that may be written to."""
-        return Losses(*(values.clone() for values in self._tensors))
+        return Losses(*(values.clone() for values in self._tensors), self.is_cross_entropy)
 
     def select(self, models: slice | Bool[Tensor, " m"]) -> "Losses":
         """Return the losses of some of the models."""
@@ -55,6 +57,7 @@ class Losses:
             self.entropy[..., models],
             self.per_sample[..., models, :],
             self.labels,
+            self.is_cross_entropy,
         )
 
     @property

@@ -23,6 +23,7 @@ def fedassay(
     alpha: float = 1.0,
     beta: float = 0.5,
     label_coverage: float = 1.0,
+    rank_tolerance: float = 0.1,
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,
@@ -40,6 +41,8 @@ def fedassay(
         label_coverage: Share of the classes that an agent's labels must cover for full confidence
             in its losses, in [0, 1]; 0 for full confidence always. See
             `_fedcb2o.label_confidence`.
+        rank_tolerance: Share of the agent's own knowledge, 0 or more, that a model in Q_beta may
+            lack if it is there by its rank alone. See `_fedcb2o.rank_bound`.
         mixing_factor: Share of the consensus point in the new model, above 0 and at most 1.
     """
     algorithm = fedcb2o(
@@ -48,6 +51,7 @@ def fedassay(
         alpha=alpha,
         beta=beta,
         label_coverage=label_coverage,
+        rank_tolerance=rank_tolerance,
         own_model="judged",
         selection=selection,
         kappa=kappa,

@@ -14,6 +14,7 @@ Q_beta and G_j are line 5 of `federated.algorithm2`, mu_j is line 6, and the ste
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -76,6 +77,7 @@ def fedcb2o(
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
     label_coverage: float | None = None,
+    rank_tolerance: float | None = None,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
     selection: PluginChoice = "prob_sampling",
@@ -105,6 +107,8 @@ def fedcb2o(
             "averaged" one of eq:Q_beta.
         label_coverage: Share of the classes, in [0, 1], that an agent's labels must cover for full
             confidence in its losses (`label_confidence`); None for full confidence always.
+        rank_tolerance: Share of the agent's own knowledge, 0 or more, that a model in Q_beta may
+            lack if it is there by its rank alone (`rank_bound`); None for no bound.
         own_model: "excluded" leaves the agent's own model out, as in Algorithm 2. "judged"
             evaluates it by the criterion like a peer's model. "trusted" gives it the weight of the
             most trusted peer, as in the released code.
@@ -122,8 +126,8 @@ def fedcb2o(
             lambda1 * gamma.
 
     Raises:
-        ConfigError: A parameter is out of range, or `delta_q` or `quantile` is given without
-            `beta`.
+        ConfigError: A parameter is out of range, or `delta_q`, `quantile` or `rank_tolerance`
+            is given without `beta`.
     """
     require("alpha", alpha, alpha >= 0, "0 or more")
     require("kappa", kappa, kappa >= 0, "0 or more")
@@ -139,6 +143,7 @@ def fedcb2o(
         own_model=own_model,
         level=_level(beta, delta_q, quantile),
         label_coverage=_coverage(label_coverage),
+        rank_tolerance=_rank_tolerance(rank_tolerance, beta),
         batched=criteria.is_batched(robust),
     )
 
@@ -167,6 +172,17 @@ def _coverage(label_coverage: float | None) -> float:
     return share
 
 
+def _rank_tolerance(share: float | None, beta: float | None) -> float:
+    """Return the valid share of the knowledge; infinity for None."""
+    if share is None:
+        return math.inf
+    if beta is None:
+        raise ConfigError(
+            "`rank_tolerance` bounds the losses in the sub-level set: it needs a `beta`"
+        )
+    return require("rank_tolerance", share, 0 <= share < math.inf, "0 or more")
+
+
 def _level(
     beta: float | None, delta_q: float | None, quantile: Literal["plain", "averaged"] | None
 ) -> LevelTest | None:
@@ -191,7 +207,8 @@ class SublevelCriterion:
 
     Before `from_round`, the average loss takes the place of G. `own_model` is that of `fedcb2o`.
     `level` tests losses against the level (eq:Q_beta); None for no level. `label_coverage` is that
-    of `label_confidence`. With `batched`, several agents are evaluated in one call.
+    of `label_confidence`, and `rank_tolerance` that of `rank_bound`. With `batched`, several agents
+    are evaluated in one call.
     """
 
     criterion: Criterion
@@ -199,6 +216,7 @@ class SublevelCriterion:
     own_model: OwnModel
     level: LevelTest | None
     label_coverage: float
+    rank_tolerance: float
     # The name is that of the declaration `types.BATCHED`, which reads this attribute.
     batched: bool
 
@@ -262,12 +280,16 @@ class SublevelCriterion:
         members = candidates.clone()
         lower = torch.cat([inputs.losses.mean, inputs.own_losses.mean], -1)
         confidence = label_confidence(inputs.losses, self.label_coverage)
+        bound = rank_bound(inputs.own_losses, confidence, self.rank_tolerance)
         counts = candidates.sum(-1)
         for count in np.unique(counts[counts > 0].numpy()).tolist():
-            is_chosen = candidates & (counts == count).unsqueeze(-1)
+            is_equal = counts == count
+            is_chosen = candidates & is_equal.unsqueeze(-1)
             L = lower[is_chosen].view(-1, count)
-            widened = _widen(self.level(L), L, confidence[counts == count])
-            members[is_chosen] = widened.flatten()
+            is_ranked = self.level(L)
+            widened = _widen(is_ranked, L, confidence[is_equal])
+            is_useless = is_ranked & (bound[is_equal].unsqueeze(-1) < L)
+            members[is_chosen] = (widened & ~is_useless).flatten()
         return members | (candidates & tolerated)
 
 
@@ -282,13 +304,37 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
     """
     # On few classes losses say little: a peer with other classes has a high loss, and an attack on
     # other classes a low one.
-    labels = losses.labels
+    effective = _label_entropy(losses).exp()
     num_classes = losses.by_class.shape[-1]
-    counts = torch.zeros(*labels.shape[:-1], num_classes, dtype=torch.float64)
+    return (effective / max(1.0, coverage * num_classes)).clamp(max=1.0).square()
+
+
+def rank_bound(
+    own_losses: Losses, confidence: Float[Tensor, "*a"], tolerance: float
+) -> Float[Tensor, "*a"]:
+    """Return the largest loss of a model that is in the sub-level set by its rank alone.
+
+    A model of loss L knows H - L, where the entropy H of the labels is the least cross-entropy of
+    predictions that are the same for all samples. The bound L^j + (tolerance / c) (H - L^j) lets a
+    model lack a share of what the agent's own model knows, more with a low confidence c. It is
+    infinite for other losses than the cross-entropy.
+    """
+    # Of models of other clusters alone, the better half would be members.
+    own = own_losses.mean.squeeze(-1)
+    if not own_losses.is_cross_entropy or tolerance == math.inf:
+        return torch.full_like(own, torch.inf)
+    known = (_label_entropy(own_losses) - own).clamp(min=0.0)
+    return own + tolerance / confidence * known
+
+
+def _label_entropy(losses: Losses) -> Float[Tensor, "*a"]:
+    """Return the entropy of the agents' labels, in nats."""
+    labels = losses.labels
+    counts = torch.zeros(*labels.shape[:-1], losses.by_class.shape[-1], dtype=torch.float64)
     counts.scatter_add_(-1, labels, torch.ones_like(labels, dtype=torch.float64))
     p = counts / counts.sum(-1, keepdim=True).clamp(min=1)
     entropy: Tensor = torch.special.entr(p).sum(-1)
-    return (entropy.exp() / max(1.0, coverage * num_classes)).clamp(max=1.0).square()
+    return entropy
 
 
 def _widen(
