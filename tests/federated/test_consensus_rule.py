@@ -1,14 +1,18 @@
 """Weights from a criterion, also with only bad peers, without trusted peers and without answers."""
 
+import dataclasses
+import math
+
 import numpy as np
 import pytest
 import torch
 from tests import reference
 from tests.views import apply_algorithm, criterion_input
 
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
 from fedcb2o.federated.aggregation import by_num_samples
-from fedcb2o.federated.algorithms._fedcb2o import label_confidence
+from fedcb2o.federated.algorithms._fedcb2o import label_confidence, rank_bound
 from fedcb2o.federated.batched_aggregation import update_likelihoods
 from fedcb2o.federated.contacts import ContactTable
 from fedcb2o.federated.ragged import Ragged
@@ -125,6 +129,35 @@ def test_confidence_follows_the_effective_number_of_classes(labels, num_classes,
         by_class[:, 0], by_class, present, by_class[:, 0], per_sample, torch.tensor(labels)
     )
     assert label_confidence(losses, 0.5).item() == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("own", "confidence", "expected"),
+    [
+        (0.2, 1.0, 0.2 + 0.1 * (math.log(4) - 0.2)),
+        (0.2, 0.25, 0.2 + 0.4 * (math.log(4) - 0.2)),
+        (math.log(4), 1.0, math.log(4)),
+        (2.0, 1.0, 2.0),  # the agent's own model knows nothing
+        (INF, 1.0, INF),
+    ],
+)
+def test_the_bound_of_a_rank_leaves_a_share_of_the_knowledge(own, confidence, expected):
+    losses = criterion_input([], [own] * 4).own_losses
+    assert rank_bound(losses, torch.tensor(confidence), 0.1).item() == pytest.approx(expected)
+    others = dataclasses.replace(losses, is_cross_entropy=False)
+    assert rank_bound(others, torch.tensor(confidence), 0.1).item() == INF
+
+
+def test_among_useless_models_rank_makes_no_member():
+    """The last four know much less than the agent's own model; two are in Q_beta by their rank."""
+    view = criterion_input([[k, k, k, k] for k in (0.3, 1, 1.1, 1.2, 1.3)], [0.2] * 4)
+    options = {"own_model": "judged", "alpha": 0.0, "beta": 0.5, "label_coverage": 1.0}
+    mu = apply_algorithm(algorithms.fedcb2o(**options), view).outcome
+    assert mu.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 0, 1 / 3])
+    mu = apply_algorithm(algorithms.fedcb2o(rank_tolerance=0.1, **options), view).outcome
+    assert mu.tolist() == [0.5, 0, 0, 0, 0, 0.5]
+    with pytest.raises(ConfigError, match="needs a `beta`"):
+        algorithms.fedcb2o(rank_tolerance=0.1)
 
 
 @pytest.mark.parametrize("criterion", ["class_loss_gap", "average_loss", "worst_class_loss"])

@@ -312,7 +312,7 @@ def label_confidence(losses: Losses, coverage: float) -> Float[Tensor, "*a"]:
 def rank_bound(
     own_losses: Losses, confidence: Float[Tensor, "*a"], tolerance: float
 ) -> Float[Tensor, "*a"]:
-    """Return the largest loss of a model that is in the sub-level set by its rank alone.
+    """Return the largest loss of a model that is in Q_beta by its rank alone (eq:Q_beta).
 
     A model of loss L knows H - L, where the entropy H of the labels is the least cross-entropy of
     predictions that are the same for all samples. The bound L^j + (tolerance / c) (H - L^j) lets a
