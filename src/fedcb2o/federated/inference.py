@@ -352,7 +352,7 @@ def per_agent_losses(
         labels, num_classes = grouped(groups, x, y), num_groups(groups)
     by_class, present = _class_means(per_sample, labels, num_classes)
     of_classes = num_classes > 1 and groups is None and is_cross_entropy(loss)
-    return Losses(mean, by_class, present, entropy, per_sample, labels, of_classes)
+    return Losses(mean, by_class, present, entropy, per_sample, labels, is_cross_entropy=of_classes)
 
 
 def _log_softmax(outputs: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m n C"]:
@@ -381,8 +381,11 @@ def losses_from_samples(
         num_classes = 1 + int(labels.max()) if len(labels) else 1
     by_class, present = _class_means(per_sample.unsqueeze(0), labels.unsqueeze(0), num_classes)
     mean = per_sample.mean(-1)
+    entropy = mean * torch.nan
     of_classes = num_classes > 1
-    return Losses(mean, by_class[0], present[0], mean * torch.nan, per_sample, labels, of_classes)
+    return Losses(
+        mean, by_class[0], present[0], entropy, per_sample, labels, is_cross_entropy=of_classes
+    )
 
 
 def _class_means(

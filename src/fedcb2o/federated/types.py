@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -38,15 +38,19 @@ class Losses:
     entropy: Float[Tensor, "*a m"]
     per_sample: Float[Tensor, "*a m n"]
     labels: Int[Tensor, "*a n"]
-    is_cross_entropy: bool = False
+    is_cross_entropy: bool = field(default=False, kw_only=True)
 
     def __getitem__(self, k: int) -> "Losses":
         """Return the losses of one of several agents."""
-        return Losses(*(values[k] for values in self._tensors), self.is_cross_entropy)
+        return Losses(
+            *(values[k] for values in self._tensors), is_cross_entropy=self.is_cross_entropy
+        )
 
     def clone(self) -> "Losses":
         """Return a copy that may be written to."""
-        return Losses(*(values.clone() for values in self._tensors), self.is_cross_entropy)
+        return Losses(
+            *(values.clone() for values in self._tensors), is_cross_entropy=self.is_cross_entropy
+        )
 
     def select(self, models: slice | Bool[Tensor, " m"]) -> "Losses":
         """Return the losses of some of the models."""
@@ -57,7 +61,7 @@ class Losses:
             self.entropy[..., models],
             self.per_sample[..., models, :],
             self.labels,
-            self.is_cross_entropy,
+            is_cross_entropy=self.is_cross_entropy,
         )
 
     @property

@@ -180,7 +180,7 @@ def _rank_tolerance(share: float | None, beta: float | None) -> float:
         raise ConfigError(
             "`rank_tolerance` bounds the losses in the sub-level set: it needs a `beta`"
         )
-    return require("rank_tolerance", share, 0 <= share < math.inf, "0 or more")
+    return require("rank_tolerance", share, share >= 0, "0 or more")
 
 
 def _level(
