@@ -139,21 +139,15 @@ def test_the_pickled_version_is_not_read(tmp_path):
     ("body", "message"),
     [
         (b"no archive", "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
-        (
-            archive(contents())[:-20_000],
-            "cifar-10-binary.tar.gz is not a tar archive, or a damaged one",
-        ),
-        (
-            gzip.compress(b"no archive"),
-            "cifar-10-binary.tar.gz is not a tar archive, or a damaged one",
-        ),
+        (archive(contents())[:-20_000], "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
+        (gzip.compress(b"no archive"), "cifar-10-binary.tar.gz is not a tar archive, or a damaged one"),
         (
             archive({"test_batch.bin": b""}),
             "in what came from .*cifar-10-binary.tar.gz: CIFAR-10: no file data_batch_1",
         ),
     ],
     ids=["no gzip", "cut", "no tar", "without files"],
-)
+)  # fmt: skip
 def test_a_failed_download_leaves_no_files(tmp_path, body, message):
     with served({ARCHIVE: body}) as address, pytest.raises(DataError, match=message) as caught:
         download(at(RELEASE, address, {ARCHIVE: body}), tmp_path, progress=False)

@@ -330,15 +330,10 @@ CUT = archive(contents() | {"train-images-idx3-ubyte": contents()["train-images-
         (None, "", "", "EMNIST cannot be fetched from .*404"),
         (b"no zip", "", "", "is not a zip archive"),
         (WITHOUT_LABELS, "", "", "no file emnist-balanced-test-labels-idx1-ubyte"),
-        (
-            CUT,
-            "",
-            "",
-            "in what came from .*/gzip.zip: emnist-balanced-train-images-idx3-ubyte.gz is truncated",
-        ),
+        (CUT, "", "", "in what came from .*/gzip.zip: emnist-balanced-train-images-idx3-ubyte.gz is truncated"),
     ],
     ids=["another", "half", "missing", "no zip", "without a file", "with a damaged file"],
-)
+)  # fmt: skip
 def test_a_failed_download_leaves_no_files(tmp_path, body, path, checksum, message):
     with served({} if body is None else {"gzip.zip": body}) as address:
         release = replace(

@@ -66,12 +66,9 @@ def test_diabetes_has_standardised_targets():
         (lambda folder: typefaces(fewest=5), "`fewest` of typefaces must be at least 20"),
         (lambda folder: typefaces(fewest=50, most=40), "and `most` no less, got 50 and 40"),
         (lambda folder: fashion_shops(data_dir=folder, shops=1), "needs 2 `shops` or more"),
-        (
-            lambda folder: fashion_shops(data_dir=folder, test_per_class=2),
-            "photographs are too many: there are 30",
-        ),
+        (lambda folder: fashion_shops(data_dir=folder, test_per_class=2), "photographs are too many: there are 30"),
     ],
-)
+)  # fmt: skip
 def test_invalid_parameters_are_refused(tmp_path, make, message):
     write(tmp_path, contents())
     with pytest.raises(ConfigError, match=message):

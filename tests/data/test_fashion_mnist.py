@@ -37,14 +37,10 @@ def labelled(release: Release) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("read", "release", "message"),
     [
-        (
-            fashion_mnist,
-            RELEASE,
-            r"labels-idx1-ubyte.gz is MNIST's, not Fashion-MNIST's; .*`--data-dir`",
-        ),
+        (fashion_mnist, RELEASE, r"labels-idx1-ubyte.gz is MNIST's, not Fashion-MNIST's; .*`--data-dir`"),
         (mnist, MNIST, r"labels-idx1-ubyte.gz is Fashion-MNIST's, not MNIST's; .*`--data-dir`"),
     ],
-)
+)  # fmt: skip
 def test_mnist_and_fashion_mnist_are_not_confused_or_overwritten(tmp_path, read, release, message):
     other_folder = write(tmp_path / "theirs", labelled(release))
     source = write(tmp_path / "mine", contents())

@@ -224,16 +224,13 @@ def test_errors_for_rows_of_labels_name_the_cure(y, message):
 @pytest.mark.parametrize(
     ("part", "message"),
     [
-        (
-            Items({"image": X[0], "label": 0}),
-            r"mappings, with the keys 'image', 'label': give columns=",
-        ),
+        (Items({"image": X[0], "label": 0}), r"mappings, with the keys 'image', 'label': give columns="),
         (Items(X, X), r"owner 'a' \(train\) must .* items \(x, y\): its items are of type ndarray"),
         (TensorDataset(TENSOR), r"its items are of type tuple$"),
         (FRAME, r"has the columns a, b: give columns=\(samples, labels\)"),
         (Items(([1.0], "u"), ([2.0], None)), r"`y of owner 'a' \(train\)` has 1 missing values"),
     ],
-)
+)  # fmt: skip
 def test_items_that_are_not_pairs_are_refused(part, message):
     with pytest.raises(DataError, match=message):
         datasets({"a": part})

@@ -160,10 +160,7 @@ def test_owners_from_an_npz_file(tmp_path):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (
-            lambda: dataset(X, Y, owner=OWNER[:3]),
-            "`owner` names 3 owners, and there are 20 samples",
-        ),
+        (lambda: dataset(X, Y, owner=OWNER[:3]), "`owner` names 3 owners, and there are 20 samples"),
         (lambda: dataset(X, Y, owner=X), "`owner` must hold one owner for each sample"),
         (lambda: dataset(X, Y, owner_test=OWNER), "`owner_test` goes with `owner` and `x_test`"),
         (
@@ -174,18 +171,9 @@ def test_owners_from_an_npz_file(tmp_path):
             lambda: dataset(X, Y, owner=OWNER, x_test=OTHER, y_test=Y, owner_test=[1] * 20),
             "`owner` and `owner_test` must be of one kind",
         ),
-        (
-            lambda: dataset(X, Y, owner=["a"] * 19 + ["b"]),
-            "owner 'b' has 1 samples, and holding some out needs",
-        ),
-        (
-            lambda: dataset(X, Y, numbers=True, class_names=("a", "b")),
-            "`class_names` are those of classes",
-        ),
-        (
-            lambda: dataset(X, ["a"] * 20, numbers=True),
-            "`y` must hold numbers, got values of type <U1",
-        ),
+        (lambda: dataset(X, Y, owner=["a"] * 19 + ["b"]), "owner 'b' has 1 samples, and holding some out needs"),
+        (lambda: dataset(X, Y, numbers=True, class_names=("a", "b")), "`class_names` are those of classes"),
+        (lambda: dataset(X, ["a"] * 20, numbers=True), "`y` must hold numbers, got values of type <U1"),
         (lambda: datasets([]), "there must be a data set for each owner, got none"),
         (lambda: datasets("ab"), "must be a list, or a mapping by owners' names, got a str"),
         (lambda: datasets([3]), "owner '0' .train. must be .x, y., or a data set with a length"),
@@ -198,16 +186,10 @@ def test_owners_from_an_npz_file(tmp_path):
             "owner '1' .train. are bytes .uint8., .* owner '0' .train. are numbers from",
         ),
         (lambda: datasets({"a": {"training": (X, Y)}}), "owner 'a' must bring samples to train on"),
-        (
-            lambda: datasets([(X, Y[:3])]),
-            "`x of owner '0' .train.` holds 20 samples, and `y of .*` 3 labels",
-        ),
-        (
-            lambda: datasets([[X, Y, Y]]),
-            "must be samples and labels, .x, y., got 3 things",
-        ),
+        (lambda: datasets([(X, Y[:3])]), "`x of owner '0' .train.` holds 20 samples, and `y of .*` 3 labels"),
+        (lambda: datasets([[X, Y, Y]]), "must be samples and labels, .x, y., got 3 things"),
     ],
-)
+)  # fmt: skip
 def test_invalid_owner_data_are_refused(make, message):
     with pytest.raises(DataError, match=message) as caught:
         make()

@@ -188,16 +188,10 @@ def test_a_skew_deals_the_same_samples_by_its_own_stream():
         ),
         (lambda labels, sizes, draw: np.zeros(120), r"the skew returned float64 \[120\], expected"),
         (lambda labels, sizes, draw: sizes, r"the skew returned int64 \[5\], expected"),
-        (
-            lambda labels, sizes, draw: labels + 2,
-            "gives samples to agents 2 to 5, and a cluster has agents 0 to 4",
-        ),
-        (
-            lambda labels, sizes, draw: labels * 0,
-            "the skew gives agent 0 120 samples instead of 20",
-        ),
+        (lambda labels, sizes, draw: labels + 2, "gives samples to agents 2 to 5, and a cluster has agents 0 to 4"),
+        (lambda labels, sizes, draw: labels * 0, "the skew gives agent 0 120 samples instead of 20"),
     ],
-)
+)  # fmt: skip
 def test_a_skew_with_invalid_agents_is_refused(skew, message):
     with pytest.raises(ConfigError, match=message):
         partition(LABELS, skew=skew, **SMALL)
@@ -262,31 +256,19 @@ def test_without_hold_out_all_samples_may_validate(split):
     [
         ({"benign_samples": 50}, r"3 \* 50 \+ 2 \* 30 = 210, and the pool has 200 samples"),
         ({"num_clusters": 0}, "`num_clusters` must be at least 1, got 0"),
-        (
-            {"split": "striped"},
-            "`split` must be one of random, stratified, released, got 'striped'",
-        ),
+        ({"split": "striped"}, "`split` must be one of random, stratified, released, got 'striped'"),
         ({"benign": 0}, "`benign` must be at least 1, got 0"),
         ({"malicious": -1}, "`malicious` must be at least 0, got -1"),
         ({"benign_samples": 1}, "`benign_samples` must be at least 2, got 1"),
         ({"malicious_samples": 0}, "`malicious_samples` must be at least 1, got 0"),
         ({"tuning_size": -1}, "`tuning_size` must be at least 0, got -1"),
         ({"validation": 0.0}, "`validation` .* above 0 and at most 1, got 0.0"),
-        (
-            {"validation": 1.0},
-            "leaves agent 0 no training data .* set another fraction or `hold_out` = false",
-        ),
+        ({"validation": 1.0}, "leaves agent 0 no training data .* set another fraction or `hold_out` = false"),
         ({"validation": float("nan")}, "`validation` .* got nan"),
-        (
-            {"validation": 0.01},
-            "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data",
-        ),
-        (
-            {"split": "released", "benign_samples": 8, "validation": 0.1},
-            "'released' leaves agent 0 no training data",
-        ),
+        ({"validation": 0.01}, "`validation` = 0.01 with `split` = 'random' leaves agent 0 no validation data"),
+        ({"split": "released", "benign_samples": 8, "validation": 0.1}, "'released' leaves agent 0 no training data"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         partition(LABELS, **(SMALL | change))

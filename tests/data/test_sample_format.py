@@ -58,16 +58,8 @@ def test_bytes_and_whole_numbers_of_owners_are_joined_as_pixels():
 @pytest.mark.parametrize(
     ("x", "x_test", "message"),
     [
-        (
-            PIXELS,
-            PIXELS / 255,
-            "`x` are bytes .*, and those of `x_test` are numbers from 0 to 0.98",
-        ),
-        (
-            PIXELS / 255,
-            PIXELS,
-            "`x_test` are bytes .*, and those of `x` are numbers from 0 to 0.98",
-        ),
+        (PIXELS, PIXELS / 255, "`x` are bytes .*, and those of `x_test` are numbers from 0 to 0.98"),
+        (PIXELS / 255, PIXELS, "`x_test` are bytes .*, and those of `x` are numbers from 0 to 0.98"),
         (PIXELS, PIXELS - 1.0, "`x_test` are numbers from -1 to 251"),
         (PIXELS, PIXELS + 16.0, "`x_test` are numbers from 16 to 268"),
         (PIXELS, PIXELS > 99, "`x_test` are numbers from 0 to 1"),
@@ -75,7 +67,7 @@ def test_bytes_and_whole_numbers_of_owners_are_joined_as_pixels():
         (PIXELS * 1.0, PIXELS / 255, "`x_test` are numbers from 0 to 1, .* `x` numbers up to 252"),
         (PIXELS, PIXELS[..., :1], r"`x` have shape \(1, 2, 2\), and those of `x_test` \(1, 2, 1\)"),
     ],
-)
+)  # fmt: skip
 def test_different_types_scales_and_shapes_are_refused(x, x_test, message):
     with pytest.raises(DataError, match=message):
         fedcb2o.dataset(x, Y, x_test=x_test, y_test=Y)

@@ -120,20 +120,11 @@ def test_delta_q_is_the_tolerated_rise_of_l():
     [
         ({"num_particles": 1, "dim": 2}, "one is its own consensus point"),
         ({"initial": [[0.5, 0.5]]}, "one is its own consensus point"),
-        (
-            {"initial": np.ones((5, 2))},
-            "all particles start at one point, and agree before the first step",
-        ),
-        (
-            {"initial": lambda draw, n, d: np.full((n, d), 3.0), "dim": 2},
-            "all particles start at one point",
-        ),
-        (
-            {"initial": [[3.0, 4.0], [5.0, 6.0]], "bounds": [(0, 1), (0, 1)]},
-            "all particles start at one point",
-        ),
+        ({"initial": np.ones((5, 2))}, "all particles start at one point, and agree before the first step"),
+        ({"initial": lambda draw, n, d: np.full((n, d), 3.0), "dim": 2}, "all particles start at one point"),
+        ({"initial": [[3.0, 4.0], [5.0, 6.0]], "bounds": [(0, 1), (0, 1)]}, "all particles start at one point"),
     ],
-)
+)  # fmt: skip
 def test_agreement_before_the_first_step_is_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         minimize(squared_distance_to(0.0), **settings)

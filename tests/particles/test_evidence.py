@@ -1,5 +1,6 @@
 """Evidence behind `success`, budgets, ties, local searches, and the fields of a result."""
 
+import itertools
 import math
 
 import numpy as np
@@ -115,18 +116,21 @@ def test_minimisers_at_walls_and_inside_are_ties():
     assert result.upper == pytest.approx(0.32, abs=1e-4)
 
 
-@pytest.mark.parametrize("dynamics", ["adaptive", "paper"])
-def test_ctrl_c_returns_the_best_so_far(dynamics):
-    count = 0
+def circle_until_ctrl_c():
+    """Return the circle, interrupted in its call number 40."""
+    calls = itertools.count(1)
 
     def f(x):
-        nonlocal count
-        count += 1
-        if count == 40:
+        if next(calls) == 40:
             raise KeyboardInterrupt
         return objectives.circle(x)
 
-    result = minimize(f, G, 2, dynamics=dynamics)
+    return f
+
+
+@pytest.mark.parametrize("dynamics", ["adaptive", "paper"])
+def test_ctrl_c_returns_the_best_so_far(dynamics):
+    result = minimize(circle_until_ctrl_c(), G, 2, dynamics=dynamics)
     assert (result.success, result.status) == (False, "interrupted")
     assert result.nit > 10
     assert result.lower < 0.1
@@ -139,16 +143,7 @@ def test_ctrl_c_returns_the_best_so_far(dynamics):
 
 
 def test_ctrl_c_in_a_level_ends_all_levels():
-    count = 0
-
-    def f(x):
-        nonlocal count
-        count += 1
-        if count == 40:
-            raise KeyboardInterrupt
-        return objectives.circle(x)
-
-    levels = [f, lambda x: x[..., 0].square(), lambda x: x[..., 1]]
+    levels = [circle_until_ctrl_c(), lambda x: x[..., 0].square(), lambda x: x[..., 1]]
     result = minimize(levels, dim=2, maxfev=5000)
     assert (result.status, result.nfev < 1700) == ("interrupted", True)
     assert len(result.levels) == 3

@@ -160,14 +160,10 @@ def test_dynamics_by_name_have_the_default_parameters():
         ([objectives.circle] * 2, "adaptive", "several clusters need `dynamics` = 'paper'"),
         ([objectives.circle] * 2, Adaptive(), "several clusters need `dynamics` = 'paper'"),
         (objectives.circle, "papper", "`dynamics` must be .*, got 'papper'"),
-        pytest.param(
-            objectives.circle, Paper, "`dynamics` must be .*, got <class", marks=UNCHECKED
-        ),
-        pytest.param(
-            objectives.circle, {"alpha": 3.0}, "`dynamics` must be .*, got {'al", marks=UNCHECKED
-        ),
+        pytest.param(objectives.circle, Paper, "`dynamics` must be .*, got <class", marks=UNCHECKED),
+        pytest.param(objectives.circle, {"alpha": 3.0}, "`dynamics` must be .*, got {'al", marks=UNCHECKED),
     ],
-)
+)  # fmt: skip
 def test_invalid_dynamics_are_refused(lower, dynamics, message):
     with pytest.raises(ConfigError, match=message):
         minimize(lower, G, 2, dynamics=dynamics, clusters=not callable(lower))

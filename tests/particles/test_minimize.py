@@ -921,23 +921,17 @@ def test_initial_region_from_bounds_x0_and_spread(settings, low, high):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        (
-            {"x0": [-1.0, 0.0], "bounds": (0, None)},
-            r"`x0` = \[-1.0, 0.0\] is not within the `bounds`",
-        ),
+        ({"x0": [-1.0, 0.0], "bounds": (0, None)}, r"`x0` = \[-1.0, 0.0\] is not within the `bounds`"),
         ({"x0": [1.0, 0.0, 0.0], "dim": 2}, "`x0` has 3 coordinates, `dim` is 2"),
         ({"x0": [[1.0, 0.0]]}, r"`x0` must be a point \[d\] .* and an ensemble is `initial`"),
         ({"x0": [math.nan, 0.0]}, "`x0` must be a point"),
-        (
-            {"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]},
-            "`initial` says where particles start: leave out",
-        ),
+        ({"x0": [0.0, 0.0], "initial": [[0.0, 1.0], [1.0, 0.0]]}, "`initial` says where particles start: leave out"),
         ({"spread": 0.0, "dim": 2}, "`spread` must be one number or d, above 0"),
         ({"spread": [1.0, 1.0, 1.0], "dim": 2}, "`spread` must be one number or d, above 0"),
         ({"spread": -1.0, "x0": [0.0, 0.0]}, "`spread` must be one number or d, above 0"),
         ({"maxfev": 0, "dim": 2}, "`maxfev` must be a whole number, at least 1"),
     ],
-)
+)  # fmt: skip
 def test_invalid_starts_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         minimize(circle, G, **settings)
@@ -1190,40 +1184,25 @@ def test_an_empty_radius_is_a_run_error():
         ({"maxiter": -1}, "`maxiter` must be a whole number, at least 0"),
         ({"record_every": 0}, "`record_every` must be a whole number, at least 1"),
         ({"num_particles": 0}, "`num_particles` must be a whole number, at least 1"),
-        (
-            {"num_particles": [10, 20]},
-            "`num_particles` must be one for all or one for each of the 1",
-        ),
+        ({"num_particles": [10, 20]}, "`num_particles` must be one for all or one for each of the 1"),
         ({"runs": 0}, "`runs` must be a whole number, at least 1"),
         ({"batch": 0}, "`batch` must be a whole number, at least 1"),
-        (
-            {"batch": 21, "num_particles": 20},
-            "`batch` must be at most the number of particles, 20, got 21",
-        ),
+        ({"batch": 21, "num_particles": 20}, "`batch` must be at most the number of particles, 20, got 21"),
         ({"dim": 0}, "`dim` must be a whole number, at least 1"),
         ({"noise": "isotopic"}, "`noise` must be 'anisotropic' or 'isotropic', got 'isotopic'"),
         ({"quantile": "mean"}, "`quantile` must be 'plain' or 'averaged', got 'mean'"),
         ({"update": "none"}, "`update` must be 'batch' or 'all', got 'none'"),
-        (
-            {"dtype": torch.float16},
-            "`dtype` must be torch.float64 or torch.float32, got torch.float16",
-        ),
+        ({"dtype": torch.float16}, "`dtype` must be torch.float64 or torch.float32, got torch.float16"),
         ({"seed": [1, 2], "runs": 3}, "`seed` names 2 seeds for 3 runs"),
         ({"seed": []}, "`seed` names 0 seeds"),
         ({"dim": None}, "`dim` is not known"),
         ({"initial": np.zeros((5, 3))}, "`initial` has points of 3 coordinates, `dim` is 2"),
-        (
-            {"initial": np.zeros((5, 2)), "num_particles": 6},
-            "`initial` has 5 particles, `num_particles` asks for 6",
-        ),
+        ({"initial": np.zeros((5, 2)), "num_particles": 6}, "`initial` has 5 particles, `num_particles` asks for 6"),
         (
             {"initial": np.zeros((3, 5, 2)), "runs": 2},
             r"must be \[n, d\] or \[2 runs, n, d\] or a sampler, got the shape \[3, ",
         ),
-        (
-            {"initial": np.zeros((3, 5, 2))},
-            r"or \[1 runs, n, d\] or a sampler, got the shape \[3, 5, 2\]",
-        ),
+        ({"initial": np.zeros((3, 5, 2))}, r"or \[1 runs, n, d\] or a sampler, got the shape \[3, 5, 2\]"),
         ({"initial": np.zeros((1, 1, 5, 2))}, "`initial` must be"),
         ({"initial": [[0.0, math.nan], [0.0, 0.0]]}, "`initial` ensemble has NaN or infinite"),
         ({"initial": [[0.0, 1.0], [2.0]]}, "`initial`"),
@@ -1231,18 +1210,12 @@ def test_an_empty_radius_is_a_run_error():
             {"initial": lambda generator, n, d: generator.random((d, n))},
             "the sampler `initial` must return the shape",
         ),
-        (
-            {"initial": lambda generator, n, d: np.full((n, d), np.inf)},
-            "`initial` ensemble has NaN or infinite",
-        ),
-        (
-            {"gradient": [circle, circle], "lambda2": 1.0},
-            "`gradient` must be one for all or one for each of the 1",
-        ),
+        ({"initial": lambda generator, n, d: np.full((n, d), np.inf)}, "`initial` ensemble has NaN or infinite"),
+        ({"gradient": [circle, circle], "lambda2": 1.0}, "`gradient` must be one for all or one for each of the 1"),
         ({"gradient": circle, "lambda2": 1.0}, "`gradient` must return a tensor of shape"),
     ],
     ids=steady,
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused(settings, message):
     with pytest.raises(ConfigError, match=message):
         minimize(circle, G, **with_dynamics({"dim": 2, "maxiter": 2, **settings}))
@@ -1279,11 +1252,7 @@ def test_schedules_may_return_any_numeric_type():
         ([circle] * 2, [G, None], "`upper` must be there for all clusters or for none"),
         ([circle] * 2, [G, G, G], "`upper` must be one for all or one for each of the 2"),
         (lambda x: x, G, r"`lower`, .*neither many .* it returned the shape \[24, 2\] for"),
-        (
-            circle,
-            lambda x: None,
-            "`upper`, .*accepts neither many points nor one: it returned None",
-        ),
+        (circle, lambda x: None, "`upper`, .*accepts neither many points nor one: it returned None"),
         pytest.param(
             circle,
             [0.0, 0.0],
@@ -1291,7 +1260,7 @@ def test_schedules_may_return_any_numeric_type():
             marks=pytest.mark.skipif(VARIABLE in os.environ, reason="type checks refuse it first"),
         ),
     ],
-)
+)  # fmt: skip
 def test_invalid_objectives_are_refused(lower, upper, message):
     with pytest.raises(ConfigError, match=message):
         minimize(lower, upper, 2)

@@ -475,41 +475,29 @@ def test_scales_by_hand():
     assert capped.r_H == pytest.approx(math.sqrt(0.25**2 / 2 / 6.25))
 
 
+ALPHA_0 = {
+    **{"ball_mass": 0.1, "V0": 1.0, "eps": 0.01, "vartheta": 0.5},
+    **{"rate": 2, "c": 0.12, "u": 0.25},
+}
+
+
 def test_beta_0_and_alpha_0_by_hand():
     assert theory.beta_0(w_m=0.25, ball_mass=0.2, p_H=0.5, end_time=2) == pytest.approx(
         0.375 * 0.2 * math.exp(-1)
     )
-    settings = {
-        "ball_mass": 0.1,
-        "V0": 1.0,
-        "eps": 0.01,
-        "vartheta": 0.5,
-        "rate": 2,
-        "c": 0.12,
-        "u": 0.25,
-    }
     # log(12/0.12) + log 10 + max(1/2, p / 1) log 100 + max(0, log(w_m/w_b 1.5 / 0.1)), over u.
-    assert theory.alpha_0(POINTS, w_m=0, p=0, **settings) == pytest.approx(4 * math.log(1e4))
-    assert theory.alpha_0(POINTS, w_m=0, p=2, **settings) == pytest.approx(4 * math.log(1e7))
-    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **settings) == pytest.approx(4 * math.log(1e5))
-    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **settings) == theory.alpha_0(
-        POINTS, w_m=0, p=0, **settings
+    assert theory.alpha_0(POINTS, w_m=0, p=0, **ALPHA_0) == pytest.approx(4 * math.log(1e4))
+    assert theory.alpha_0(POINTS, w_m=0, p=2, **ALPHA_0) == pytest.approx(4 * math.log(1e7))
+    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **ALPHA_0) == pytest.approx(4 * math.log(1e5))
+    assert theory.alpha_0(POINTS, w_m=0.05, p=0, **ALPHA_0) == theory.alpha_0(
+        POINTS, w_m=0, p=0, **ALPHA_0
     )
     # The other term of the maximum: 1 / (2 * 1 * 1.5^2).
-    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **{**settings, "u": 1e3}) == pytest.approx(1 / 4.5)
+    assert theory.alpha_0(POINTS, w_m=0.4, p=0, **{**ALPHA_0, "u": 1e3}) == pytest.approx(1 / 4.5)
 
 
 def test_alpha_0_grows_and_beta_0_falls_with_the_share_of_attackers():
-    settings = {
-        "ball_mass": 0.1,
-        "V0": 1.0,
-        "eps": 0.01,
-        "vartheta": 0.5,
-        "rate": 2,
-        "c": 0.12,
-        "u": 0.25,
-        "p": 1.0,
-    }
+    settings = {**ALPHA_0, "p": 1.0}
     shares = [0.0, 1e-12, 0.01, 0.1, 0.3, 0.6, 0.9, 0.99]
     alphas = [theory.alpha_0(POINTS, w_m=w_m, **settings) for w_m in shares]
     assert alphas == sorted(alphas)
@@ -606,27 +594,12 @@ def test_suggestion_warns_of_capture():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (
-            lambda: theory.end_time(1.0, 0.1, vartheta=0.5, rate=-18.0),
-            "2 lambda - d sigma^2 > 0, got -18",
-        ),
-        (
-            lambda: theory.end_time(1.0, 2.0, vartheta=0.5, rate=1),
-            "`eps` must be above 0 and below V0 = 1, got 2",
-        ),
-        (
-            lambda: theory.closeness(vartheta=0.5, lambda1=1, sigma1=1, dim=2),
-            "2 lambda - d sigma^2 > 0, got 0",
-        ),
+        (lambda: theory.end_time(1.0, 0.1, vartheta=0.5, rate=-18.0), "2 lambda - d sigma^2 > 0, got -18"),
+        (lambda: theory.end_time(1.0, 2.0, vartheta=0.5, rate=1), "`eps` must be above 0 and below V0 = 1, got 2"),
+        (lambda: theory.closeness(vartheta=0.5, lambda1=1, sigma1=1, dim=2), "2 lambda - d sigma^2 > 0, got 0"),
         (lambda: theory.beta_0(w_m=1.0, ball_mass=0.1, p_H=1, end_time=1), "`w_m`"),
-        (
-            lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1),
-            "`ball_mass` must be above 0",
-        ),
-        (
-            lambda: theory.beta_0(w_m=0.1, ball_mass=0.1, p_H=-1, end_time=1),
-            "`p_H` must be at least 0",
-        ),
+        (lambda: theory.beta_0(w_m=0.1, ball_mass=0.0, p_H=1, end_time=1), "`ball_mass` must be above 0"),
+        (lambda: theory.beta_0(w_m=0.1, ball_mass=0.1, p_H=-1, end_time=1), "`p_H` must be at least 0"),
         (lambda: theory.contraction_rate(lambda1=1, sigma1=1, dim=1, noise="pink"), "got pink"),
         (lambda: theory.scales(POINTS, c=C, eps=EPS, delta_q=1.0), "at most 0.00333333, got 1.0"),
         (lambda: dataclasses.replace(POINTS, eta_G=0), "`eta_G` must be above 0 and finite, got 0"),
@@ -637,7 +610,7 @@ def test_suggestion_warns_of_capture():
         (lambda: points(torch.zeros(3, 1), None, 0.2), "`theta_m`"),
         (lambda: theory.suggest_parameters(1.0), "`share`"),
     ],
-)
+)  # fmt: skip
 def test_invalid_settings_are_refused(call, message):
     with pytest.raises(ConfigError) as caught:
         call()

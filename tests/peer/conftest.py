@@ -1,8 +1,18 @@
 """Organisations that several files of tests share, and their federations."""
 
+import contextlib
+
 import pytest
+from tests.peer import relays
 from tests.peer.members import federated, forget_signed_versions, identities
-from tests.peer.relays import behind_nat
+
+from fedcb2o.peer import write_federation
+
+
+@pytest.fixture
+def exit_stack():
+    with contextlib.ExitStack() as stack:
+        yield stack
 
 
 @pytest.fixture(scope="module")
@@ -34,5 +44,15 @@ def federation_file(tmp_path, federation_bytes, organisations):
 @pytest.fixture(scope="module")
 def federation_of_three(tmp_path_factory):
     """Return three organisations without a reachable endpoint, and their federation."""
-    orgs = behind_nat(tmp_path_factory.mktemp("three"), 3)
+    orgs = relays.behind_nat(tmp_path_factory.mktemp("three"), 3)
     return orgs, federated(orgs)
+
+
+@pytest.fixture
+def removal(federation_of_three, tmp_path):
+    """Return three organisations, their federation, that without org-0, and the keys of a relay."""
+    orgs, first = federation_of_three
+    path = tmp_path / "federation.toml"
+    write_federation(first, path)
+    second = relays.next_version(path, orgs[1:], remove=["org-0"])
+    return orgs, first, second, relays.relay_identity(tmp_path)

@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.tiny import tiny
 
-from fedcb2o.data import digits
+from fedcb2o.data import Dataset, Shard, digits
 from fedcb2o.peer import Federation, Identity, make_federation
 from fedcb2o.peer.membership import federation
 
@@ -66,6 +66,12 @@ def federated(
     if path is not None:
         federation.write_federation(result, path)
     return result
+
+
+def share(j):
+    """Return a third of the digits, the data of organisation j."""
+    whole = digits()
+    return Dataset(Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names)
 
 
 def own_criterion(losses, local, *, by: float = 1.0):

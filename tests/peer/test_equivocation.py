@@ -295,16 +295,10 @@ def replace_second(table: dict, manifest: str) -> None:
         (lambda sign, table: table.update(manifests=[1, 2]), "must have the keys"),
         (lambda sign, table: table.update(manifests=["", ""]), "cannot be read (malformed)"),
         (lambda sign, table: replace_second(table, table["manifests"][0]), "one and the same"),
-        (
-            lambda sign, table: replace_second(table, encoded(sign(1, 6))),
-            "another agent, round or run",
-        ),
-        (
-            lambda sign, table: replace_second(table, encoded(sign(1, 5, b"c", signer=2))),
-            "not signed by its key",
-        ),
+        (lambda sign, table: replace_second(table, encoded(sign(1, 6))), "another agent, round or run"),
+        (lambda sign, table: replace_second(table, encoded(sign(1, 5, b"c", signer=2))), "not signed by its key"),
     ],
-)
+)  # fmt: skip
 def test_an_invalid_proof_is_refused_with_a_one_line_error(path, sign, change, message):
     table = tomllib.loads(path.read_text())
     change(sign, table)

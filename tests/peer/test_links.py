@@ -35,12 +35,6 @@ def organisations(tmp_path_factory):
     return orgs, federated(orgs)
 
 
-@pytest.fixture
-def exit_stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
 def address_of(identity: Identity) -> tuple[str, int]:
     host, _, port = identity.member.endpoint.rpartition(":")
     return host, int(port)

@@ -246,18 +246,10 @@ def fast_federation(tmp_path):
     return orgs, members.federated(orgs, changes=FOUR, **TERMS)
 
 
-def share(j):
-    """Return a third of the digits, the data of organisation j."""
-    whole = digits()
-    return fedcb2o.Dataset(
-        fedcb2o.Shard(whole.pool.x[j::3], whole.pool.y[j::3]), whole.test, whole.class_names
-    )
-
-
 def test_organisations_with_their_own_data_learn_from_each_other(federation_of_three, tmp_path):
     """Run three nodes with asyncio and int8 models; each final model can be loaded."""
     orgs, fed = federation_of_three
-    nodes = wired(fed, orgs, tmp_path, share)
+    nodes = wired(fed, orgs, tmp_path, members.share)
 
     async def train_all():
         return await asyncio.gather(*(node.train() for node in nodes))
@@ -282,7 +274,12 @@ def test_organisations_with_their_own_data_learn_from_each_other(federation_of_t
 def test_a_cancelled_task_ends_the_node(federation_of_three, tmp_path):
     orgs, fed = federation_of_three
     node = Node(
-        fed, orgs[0], share(0), out=tmp_path / "out", connect=joining(Wire(), 0), gather=3600.0
+        fed,
+        orgs[0],
+        members.share(0),
+        out=tmp_path / "out",
+        connect=joining(Wire(), 0),
+        gather=3600.0,
     )
 
     async def cancel_training():
@@ -298,7 +295,7 @@ def test_a_cancelled_task_ends_the_node(federation_of_three, tmp_path):
 
 def test_data_of_another_shape_or_with_other_classes_are_refused(federation_of_three, tmp_path):
     orgs, fed = federation_of_three
-    whole = share(0)
+    whole = members.share(0)
     wide = fedcb2o.Dataset(
         whole.pool, fedcb2o.Shard(torch.zeros(3, 1, 9, 9), whole.test.y[:3]), whole.class_names
     )
@@ -341,19 +338,29 @@ def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, t
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
         Node(
-            fed, orgs[0], share(0), out=tmp_path / "full", connect=joining(Wire(), 0), **QUIET
+            fed,
+            orgs[0],
+            members.share(0),
+            out=tmp_path / "full",
+            connect=joining(Wire(), 0),
+            **QUIET,
         ).run()
     (tmp_path / "mine").mkdir()
     federation.write_federation(fed, tmp_path / "mine" / "federation.toml")
     with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
         Node(
-            fed, orgs[0], share(0), out=tmp_path / "mine", connect=joining(Wire(), 0), **QUIET
+            fed,
+            orgs[0],
+            members.share(0),
+            out=tmp_path / "mine",
+            connect=joining(Wire(), 0),
+            **QUIET,
         ).run()
     federation.write_federation(fed, tmp_path / "federation.toml")
     node = Node(
         tmp_path / "federation.toml",
         orgs[0].folder,
-        share(0),
+        members.share(0),
         out=tmp_path / "out",
         connect=joining(Wire(), 0),
     )
@@ -365,18 +372,18 @@ def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, t
     )
     for identity in orgs[:2]:
         second = federation.sign_federation(tmp_path / "2.toml", identity)
-    isolated_node(second, orgs[0], share(0), tmp_path / "out", resume=True).run()
+    isolated_node(second, orgs[0], members.share(0), tmp_path / "out", resume=True).run()
     info = PeerRecords.read(tmp_path / "out").info
     assert [info.name_of(j) for j in range(3)] == ["org-0", "org-1", "org-2 (removed)"]
     with pytest.raises(
         RunError, match="went on with version 2 of the federation, and the one given is version 1"
     ):
-        isolated_node(fed, orgs[0], share(0), tmp_path / "out", resume=True).run()
+        isolated_node(fed, orgs[0], members.share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="of another federation or agent"):
         Node(
             fed,
             orgs[1],
-            share(1),
+            members.share(1),
             out=tmp_path / "out",
             connect=joining(Wire(), 1),
             resume=True,
@@ -419,7 +426,7 @@ def test_a_node_that_trains_alone_names_unreachable_members_once(
         monkeypatch.setattr(engine, "_SECONDS_ALONE", seconds)
         notes = Notes()
         out = tmp_path / f"out-{seconds}"
-        node = isolated_node(fed, orgs[0], share(0), out, observer=notes)
+        node = isolated_node(fed, orgs[0], members.share(0), out, observer=notes)
         node.run()
         (orgs[0].folder / "runs.toml").unlink()  # the next node uses the same key in another folder
         messages = [note.partition(". ")[0] for note in notes.notes if "trained alone" in note]
@@ -428,7 +435,7 @@ def test_a_node_that_trains_alone_names_unreachable_members_once(
 
 def test_a_node_stopped_before_its_start_trains_no_round(fast_federation, tmp_path):
     orgs, fed = fast_federation
-    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out")
+    node = isolated_node(fed, orgs[0], members.share(0), tmp_path / "out")
     node.stop()
     node.run()
     assert not (tmp_path / "out" / "signed.jsonl").exists()
@@ -439,7 +446,10 @@ def test_a_node_stopped_before_its_start_trains_no_round(fast_federation, tmp_pa
 def test_training_uses_no_thread_of_the_asyncio_executor(fast_federation, tmp_path):
     """A node trains even if the program's own work occupies the default executor."""
     orgs, fed = fast_federation
-    node, release = isolated_node(fed, orgs[0], share(0), tmp_path / "out"), threading.Event()
+    node, release = (
+        isolated_node(fed, orgs[0], members.share(0), tmp_path / "out"),
+        threading.Event(),
+    )
 
     async def train_with_busy_executor():
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
@@ -477,23 +487,23 @@ def test_silent_peers_do_not_extend_a_wait(fast_federation, monkeypatch):
 def test_changed_data_or_a_damaged_checkpoint_cause_no_second_signature(fast_federation, tmp_path):
     orgs, fed = fast_federation
     out = tmp_path / "out"
-    first = isolated_node(fed, orgs[0], share(0), out).rounds()
+    first = isolated_node(fed, orgs[0], members.share(0), out).rounds()
     assert [next(first)["round"], next(first)["round"]] == [1, 2]
     first.close()
     before = (out / "signed.jsonl").read_text()
     with pytest.raises(
         RunError, match=r"the data differ from those when .* never choose another --out"
     ):
-        isolated_node(fed, orgs[0], share(1), out, resume=True).run()
+        isolated_node(fed, orgs[0], members.share(1), out, resume=True).run()
     path = out / "checkpoint.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(
         RunError, match="or remove this file alone: --resume then begins again with round 1"
     ):
-        isolated_node(fed, orgs[0], share(0), out, resume=True).run()
+        isolated_node(fed, orgs[0], members.share(0), out, resume=True).run()
     path.unlink()
     notes = Notes()
-    isolated_node(fed, orgs[0], share(1), out, resume=True, observer=notes).run()
+    isolated_node(fed, orgs[0], members.share(1), out, resume=True, observer=notes).run()
     assert [line["round"] for line in lines_of(out)] == [1, 2, 3, 4]
     signed = (out / "signed.jsonl").read_text()
     assert signed.startswith(before)
@@ -504,7 +514,7 @@ def test_changed_data_or_a_damaged_checkpoint_cause_no_second_signature(fast_fed
 def test_equivocation_is_reported_to_the_operator_once(fast_federation, tmp_path):
     orgs, fed = fast_federation
     notes = Notes()
-    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out", observer=notes)
+    node = isolated_node(fed, orgs[0], members.share(0), tmp_path / "out", observer=notes)
     for equivocators in ({1}, {1}, {0, 1}, {0, 1}):
         node._report_equivocation(frozenset(equivocators))
     peer_note, own_note = notes.notes
@@ -518,7 +528,7 @@ def test_an_internal_error_in_downloads_is_logged_once_and_counts_as_failed(
     fast_federation, tmp_path, caplog
 ):
     orgs, fed = fast_federation
-    node = isolated_node(fed, orgs[0], share(0), tmp_path / "out")
+    node = isolated_node(fed, orgs[0], members.share(0), tmp_path / "out")
     wire, codec = Wire().agent(0), node._build_codec()
     downloads = PeerClient(fed, orgs[0], wire, Ledger(tmp_path, fed), codec, node.agent.spec.dim)
     for _ in range(2):
@@ -561,7 +571,7 @@ def test_a_node_restarts_from_the_initial_model_after_divergence(tmp_path):
     node = Node(
         fed,
         orgs[0],
-        share(0),
+        members.share(0),
         out=tmp_path / "out",
         connect=lambda federation, identity: wire.agent(0),
         gather=0.0,
@@ -588,7 +598,7 @@ def test_peers_with_different_federations_report_it_and_exchange_no_models(tmp_p
         node = Node(
             fed,
             orgs[j],
-            share(j),
+            members.share(j),
             out=tmp_path / f"out-{j}",
             connect=joining(wire, j),
             observer=observers[j],
@@ -606,7 +616,7 @@ def test_peers_with_different_federations_report_it_and_exchange_no_models(tmp_p
 def test_an_identity_signs_for_a_run_in_one_folder_only(fast_federation, tmp_path):
     """A second folder is refused, also with --resume. A moved folder is accepted."""
     orgs, fed = fast_federation
-    first = isolated_node(fed, orgs[0], share(0), tmp_path / "out").rounds()
+    first = isolated_node(fed, orgs[0], members.share(0), tmp_path / "out").rounds()
     assert next(first)["round"] == 1
     first.close()
     for resume in (False, True):
@@ -614,9 +624,9 @@ def test_an_identity_signs_for_a_run_in_one_folder_only(fast_federation, tmp_pat
             RunError,
             match=r"org-0 already signs for this run in \S+/out: give that --out and --resume",
         ):
-            isolated_node(fed, orgs[0], share(0), tmp_path / "uot", resume=resume).run()
+            isolated_node(fed, orgs[0], members.share(0), tmp_path / "uot", resume=resume).run()
     (tmp_path / "out").rename(tmp_path / "moved")
-    isolated_node(fed, orgs[0], share(0), tmp_path / "moved", resume=True).run()
+    isolated_node(fed, orgs[0], members.share(0), tmp_path / "moved", resume=True).run()
     assert [line["round"] for line in lines_of(tmp_path / "moved")] == list(
         range(1, fed.rounds + 1)
     )

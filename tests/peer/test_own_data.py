@@ -209,18 +209,14 @@ def test_data_of_another_kind_than_agreed_are_refused(tmp_path):
     [
         (PIXELS, PIXELS.astype(int), "float32 from 0 to 236 in their pool, .* bytes .*uint8"),
         (PIXELS, PIXELS / 255, "float32 from 0 to 0.9.* in their pool, .* agreed on bytes"),
-        (
-            PIXELS / 255,
-            PIXELS,
-            "uint8 from 0 to 236 in their pool, .* agreed on numbers from 0 to 1",
-        ),
+        (PIXELS / 255, PIXELS, "uint8 from 0 to 236 in their pool, .* agreed on numbers from 0 to 1"),
         (PIXELS / 255, PIXELS * 1.0, "from 0 to 236 .* numbers from 0 to 1: divide pixels by 255"),
         (PIXELS * 1.0, PIXELS, "uint8 from 0 to 236 .* agreed on numbers, which are not divided"),
         (PIXELS, PIXELS, ""),
         (PIXELS / 255, 2.0 * PIXELS / 255, ""),
         (PIXELS * 1.0, PIXELS / 255 - 1, ""),
     ],
-)
+)  # fmt: skip
 def test_samples_of_another_type_or_scale_are_refused(tmp_path, agreed_x, x, message):
     y = np.arange(16) % 2
     orgs = members.identities(tmp_path, 3)

@@ -11,8 +11,6 @@ from safetensors.torch import load_file
 from tests.peer import members, pace
 from tests.peer.wire import Wire
 
-import fedcb2o
-from fedcb2o.data import digits
 from fedcb2o.peer.node.assessment import BASELINE_FILE
 from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
@@ -144,14 +142,10 @@ def newcomer(folder, announced, *, resume=False, **options):
     changes = {"rounds": 14, "agents": {"benign": 3, "malicious": 0}, "training": {"gamma": 0.1}}
     federation = members.federated(orgs, changes=changes, lag=2, deadline_seconds=5.0)
     wire = Wire()
-    data = digits()
-    share = fedcb2o.Dataset(
-        fedcb2o.Shard(data.pool.x[::3], data.pool.y[::3]), data.test, data.class_names
-    )
     node = Node(
         federation,
         orgs[0],
-        share,
+        members.share(0),
         out=folder / "out",
         resume=resume,
         connect=lambda federation, identity: wire.agent(0),
@@ -268,15 +262,11 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
         ledger.record(manifest.to_signed_bytes(orgs[0].sign))
         server = Server(federation, j, orgs[j], ledger, hello_content=lambda: {"round": LAST + 1})
         wire.agent(j).serve(server.on_request)
-    data = digits()
-    share = fedcb2o.Dataset(
-        fedcb2o.Shard(data.pool.x[::3], data.pool.y[::3]), data.test, data.class_names
-    )
     observer = pace.Times()
     node = Node(
         federation,
         orgs[0],
-        share,
+        members.share(0),
         out=tmp_path / "out",
         resume=True,
         connect=lambda federation, identity: wire.agent(0),

@@ -283,28 +283,18 @@ def damaged(field, value):
         pytest.param(damaged("round", 10**30), "`round`", id="round-huge"),
         pytest.param(damaged("round", "1"), "`round`", id="round-text"),
         pytest.param(damaged("accuracy", 1.5), "`accuracy`", id="accuracy"),
-        pytest.param(
-            '{"round": 1, "asked": [], "received": [], "own_weight": NaN}', "`own_weight`", id="nan"
-        ),
-        pytest.param(
-            '{"round": 1, "asked": [], "received": [], "own_weight": 1e999}',
-            "`own_weight`",
-            id="infinite",
-        ),
+        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": NaN}', "`own_weight`", id="nan"),
+        pytest.param('{"round": 1, "asked": [], "received": [], "own_weight": 1e999}', "`own_weight`", id="infinite"),
         pytest.param(damaged("asked", [-1]), "`asked.0`", id="id"),
         pytest.param(damaged("asked", 3), "`asked`", id="asked"),
         pytest.param(damaged("received", [{"id": 1}]), "`received.0.seconds`", id="received"),
-        pytest.param(
-            damaged("received", ROUNDS[0]["received"][:1] * 2), "twice", id="received-twice"
-        ),
+        pytest.param(damaged("received", ROUNDS[0]["received"][:1] * 2), "twice", id="received-twice"),
         pytest.param(damaged("refused", {"1": "x" * 10_000}), "`refused.1`", id="reason"),
         pytest.param(damaged("sent", 10**400), "`sent`", id="sent"),
-        pytest.param(
-            json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"
-        ),
+        pytest.param(json.dumps(ROUNDS[1]) + "\n" + json.dumps(ROUNDS[0]), "comes after round 2", id="order"),
         pytest.param("x" * (MAX_LINE_BYTES + 1), "longer than", id="long"),
     ],
-)
+)  # fmt: skip
 def test_a_damaged_line_is_one_clear_error(node, text, message):
     (node / "rounds.jsonl").write_text(text + "\n")
     with pytest.raises(RunError, match=r"rounds\.jsonl is damaged") as caught:

@@ -35,12 +35,6 @@ def organisations(tmp_path_factory):
     return members, federated(members, path=folder / "federation.toml"), folder
 
 
-@pytest.fixture
-def exit_stack():
-    with ExitStack() as stack:
-        yield stack
-
-
 def serve_hello(
     exit_stack: ExitStack,
     federation: Federation,

@@ -247,17 +247,14 @@ def test_another_version_of_a_request_is_detected_from_its_path(target):
         ({"kind": RequestKind.HELLO, "digest": b"d" * 32}, f"hello?key={'64' * 32}&"),
         ({"kind": RequestKind.MANIFEST, "round": 3}, "manifest?round=3&"),
         ({"kind": RequestKind.MODEL, "digest": b"d" * 32}, f"models/{'64' * 32}?"),
-        (
-            {"kind": RequestKind.MODEL, "digest": b"d" * 32, "first": 2**40, "last": 2**41},
-            f"models/{'64' * 32}?",
-        ),
+        ({"kind": RequestKind.MODEL, "digest": b"d" * 32, "first": 2**40, "last": 2**41}, f"models/{'64' * 32}?"),
         ({"kind": RequestKind.MODEL, "digest": b"d" * 32, "first": 5}, f"models/{'64' * 32}?"),
         (
             {"kind": RequestKind.WITNESS, "index": 2**32 - 1, "round": 9, "digest": bytes(32)},
             f"witness?agent=4294967295&round=9&digest={'00' * 32}&",
         ),
     ],
-)
+)  # fmt: skip
 def test_a_request_is_decoded_and_every_change_breaks_its_signature(fields, text, orgs, federation):
     request = Request(run=federation.run, sender=0, receiver=1, nonce=NONCE, **fields)
     data = request.encode(orgs[0].sign)

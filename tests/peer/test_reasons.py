@@ -70,11 +70,8 @@ def test_the_recovery_of_the_relay_is_reported_once(tmp_path):
         ({"name": "fedcb2o", "beta": 0.5}, "loss above the quantile"),
         ({"name": "fedcb2o"}, "weight 0 by the rule"),
         ({"name": "dfedavgm"}, "weight 0 by the rule"),
-        (
-            {"name": "dfedavgm", "guards": {"loss_tolerance": 2.0}},
-            "loss above that of the agent's own model",
-        ),
+        ({"name": "dfedavgm", "guards": {"loss_tolerance": 2.0}}, "loss above that of the agent's own model"),
     ],
-)
+)  # fmt: skip
 def test_the_reason_for_weight_0_depends_on_the_method(section, reason):
     assert zero_weight_reason(AlgorithmSection(**section).build()) == reason

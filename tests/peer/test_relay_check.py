@@ -66,13 +66,9 @@ def test_check_compares_the_federation_version_of_the_relay(federation_of_three,
         )  # as from a relay of an earlier release
 
 
-def test_check_of_a_removed_member_reports_only_the_removal(federation_of_three, tmp_path):
+def test_check_of_a_removed_member_reports_only_the_removal(removal):
     """Members with the later version are asked through a relay with the former version."""
-    orgs, first = federation_of_three
-    path = tmp_path / "federation.toml"
-    write_federation(first, path)
-    second = next_version(path, orgs[1:], remove=["org-0"])
-    keys = relays.relay_identity(tmp_path)
+    orgs, first, second, keys = removal
     relay_file = keys.folder / "relay.member.toml"
     with Relay(first, keys), ThreadPoolExecutor(2) as pool:
         others = [

@@ -22,15 +22,9 @@ from fedcb2o.peer.wire.relay import Relay
 from fedcb2o.peer.wire.server import Server
 
 
-def test_the_relay_logs_connections_of_former_members(
-    federation_of_three, tmp_path, monkeypatch, caplog
-):
+def test_the_relay_logs_connections_of_former_members(removal, monkeypatch, caplog):
     caplog.set_level(logging.INFO, "fedcb2o")
-    orgs, first = federation_of_three
-    path = tmp_path / "federation.toml"
-    write_federation(first, path)
-    second = next_version(path, orgs[1:], remove=["org-0"])
-    keys = relays.relay_identity(tmp_path)
+    orgs, _, second, keys = removal
 
     def connect() -> None:
         with pytest.raises(FormerMemberError):
@@ -46,12 +40,8 @@ def test_the_relay_logs_connections_of_former_members(
     assert [record.message for record in caplog.records].count(line) == 2
 
 
-def test_the_relay_sends_a_removed_member_the_signed_versions(federation_of_three, tmp_path):
-    orgs, first = federation_of_three
-    path = tmp_path / "federation.toml"
-    write_federation(first, path)
-    second = next_version(path, orgs[1:], remove=["org-0"])
-    keys = relays.relay_identity(tmp_path)
+def test_the_relay_sends_a_removed_member_the_signed_versions(removal):
+    orgs, first, second, keys = removal
     notices: list[str] = []
     with (
         Relay(second, keys) as relay,
@@ -75,12 +65,10 @@ def test_the_relay_sends_a_removed_member_the_signed_versions(federation_of_thre
 
 
 @pytest.mark.parametrize("lie", ["unsigned", "its own signature", "another run", "rubbish"])
-def test_a_lying_relay_cannot_remove_a_member(lie, federation_of_three, tmp_path, monkeypatch):
+def test_a_lying_relay_cannot_remove_a_member(lie, removal, tmp_path, monkeypatch):
     monkeypatch.setattr(relayed_module, "_FORMER_SECONDS", 0.1)
-    orgs, first = federation_of_three
+    orgs, first, second, keys = removal
     path = tmp_path / "federation.toml"
-    write_federation(first, path)
-    second = next_version(path, orgs[1:], remove=["org-0"])
     fake = tmp_path / "fake.toml"
     fed = first if lie != "another run" else members.federated(orgs, changes={"rounds": 9})
     write_federation(amend_federation(fed, remove=["org-0"]), fake)
@@ -89,7 +77,6 @@ def test_a_lying_relay_cannot_remove_a_member(lie, federation_of_three, tmp_path
     if lie == "another run":
         for identity in orgs[1:]:
             sign_federation(fake, identity)
-    keys = relays.relay_identity(tmp_path)
     with Relay(second, keys) as relay:
         relay._file = os.urandom(2**12) if lie == "rubbish" else fake.read_bytes()
         with Relayed(first, orgs[0], RelayMailbox(keys.member, orgs[0])) as transport:
@@ -119,12 +106,9 @@ def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three
 
 
 @pytest.mark.parametrize("kind", ["relay", "folder"])
-def test_members_with_the_next_version_notify_a_removed_member(kind, federation_of_three, tmp_path):
+def test_members_with_the_next_version_notify_a_removed_member(kind, removal, tmp_path):
     """The relay has the former version, or members use a folder without a relay."""
-    orgs, first = federation_of_three
-    path = tmp_path / "federation.toml"
-    write_federation(first, path)
-    second = next_version(path, orgs[1:], remove=["org-0"])
+    orgs, first, second, _ = removal
     notices: list[str] = []
     with ExitStack() as exit_stack:
         relayed = relays.relayed(kind, orgs, first, tmp_path, exit_stack)

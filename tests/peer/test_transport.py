@@ -37,12 +37,6 @@ def organisations(tmp_path_factory):
 
 
 @pytest.fixture
-def exit_stack():
-    with contextlib.ExitStack() as stack:
-        yield stack
-
-
-@pytest.fixture
 def pool():
     with ThreadPoolExecutor(8) as pool:
         yield pool
