@@ -56,6 +56,7 @@ def _keys(rows: NDArray[Any]) -> NDArray[np.bytes_]:
     values = np.ascontiguousarray(rows)
     if values.dtype.kind == "f":
         values = values + 0.0  # -0.0 equals 0.0
+    # NumPy leaves out zeros at the end of such values, which makes no two rows of one width equal.
     return values.view(f"S{values.shape[1] * values.itemsize}")[:, 0]
 
 

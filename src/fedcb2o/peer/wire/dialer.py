@@ -121,7 +121,8 @@ class Pool(Closeable):
     def close(self) -> None:
         """End all connections, also for threads that use them."""
         for connection in list(self._connections):
-            # The thread that uses a connection closes it.
+            # The thread that uses a connection closes it. The method of an SSLSocket would take TLS
+            # away while that thread reads.
             with suppress(OSError, TypeError):
                 socket.socket.shutdown(connection.sock, socket.SHUT_RDWR)
         self._pool.close()
