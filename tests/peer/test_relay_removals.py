@@ -109,9 +109,11 @@ def test_the_relay_treats_a_replaced_root_as_a_former_member(federation_of_three
 def test_members_with_the_next_version_notify_a_removed_member(kind, removal, tmp_path):
     """The relay has the former version, or members use a folder without a relay."""
     orgs, first, second, _ = removal
+    links = tmp_path / "links"
+    links.mkdir()
     notices: list[str] = []
     with ExitStack() as exit_stack:
-        relayed = relays.relayed(kind, orgs, first, tmp_path, exit_stack)
+        relayed = relays.relayed(kind, orgs, first, links, exit_stack)
         relayed[2].close()
         mailbox = relayed[1].mailbox
         if isinstance(mailbox, RelayMailbox):
