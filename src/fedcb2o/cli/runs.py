@@ -244,7 +244,7 @@ def bench(
         str | None,
         Argument(
             metavar="GRID",
-            help="A grid file, GRID.toml, or a built-in grid (--list).",
+            help="GRID.toml, a file of ByzFL or FLPoison, or a built-in grid (--list).",
             autocompletion=completion.grids,
         ),
     ] = None,

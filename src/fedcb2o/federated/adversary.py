@@ -92,6 +92,7 @@ class AttackView:
             a second argument, for these labels. They can be differentiated.
         factor_pairs: Low-rank adapters of a model.
         threat: The threat model that the attack declared.
+        server: Next model of the server from the models that agents send; None without a server.
     """
 
     n: int
@@ -108,6 +109,7 @@ class AttackView:
     sample_losses: Callable[..., Float[Tensor, "m n"]]
     factor_pairs: tuple[FactorPair, ...] = ()
     threat: Threat
+    server: Callable[[Float[Tensor, "m d"]], Float[Tensor, " d"]] | None = None
     _ids_of: Callable[[Knowledge, int], Iterable[int]]
     _peek: Callable[[list[int]], Float[Tensor, "m d"]]
     _links: Callable[[], Bool[np.ndarray, "r r"]]

@@ -105,6 +105,12 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
             if not is_contiguous_range(rows):
                 torch._foreach_copy_([models[row] for row in rows], thetas.unbind())
 
+    server = spec.algorithm.server
+    if server is not None:
+        x, memory = models[spec.num_agents], models[spec.num_agents + 2 :]
+        for k, row in zip(members.tolist(), rows, strict=True):
+            server.add_momentum_(models[row], memory[k], x, training.lambda2 * training.gamma)
+
     has_trained = before is None or not row_checksums(gather_rows(models, rows)).equal(before)
     return np.array(losses), max_abs(models, rows), has_trained
 

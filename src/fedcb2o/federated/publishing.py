@@ -188,6 +188,15 @@ def _attack_view(
         targets = data.y.expand(m, *data.y.shape) if labels is None else labels.to(data.y)
         return per_sample_losses(group.spec.training.loss, outputs, targets, 2).cpu()
 
+    server = group.spec.algorithm.server
+
+    def server_step(models: Float[Tensor, "m d"]) -> Float[Tensor, " d"]:
+        assert server is not None
+        x, last = group.models[group.spec.num_agents :][:2]
+        training = group.spec.training.in_round(n)
+        draw = stream(group.spec.seed, "server", n)
+        return server.step(models, x, last, training.lambda2 * training.gamma, draw)[0]
+
     # Copies, because an attack may write into its view. The first crafted row still holds the model
     # from before the round: `adversarial_engine._remember_models_` put it there before training.
     return AttackView(
@@ -205,6 +214,7 @@ def _attack_view(
         sample_losses=sample_losses,
         factor_pairs=group.spec.factor_pairs,
         threat=attack.threat,
+        server=None if server is None else server_step,
         _ids_of=ids_of,
         _peek=peek,
         _links=functools.partial(adversary.benign_adjacency, group.spec.neighbours),

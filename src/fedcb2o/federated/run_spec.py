@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from fedcb2o.federated import selection
@@ -72,7 +73,7 @@ class ClusterModels:
     A coordinator holds `num_models` models (IFCA), or each agent does (`per_agent`, DFCA). An agent
     trains the model that fits it best. With `by_samples`, agents are weighed by numbers of samples;
     a robust `rule` replaces the average. Of `restarts` sets of initial models, the one that fits
-    best after `trial_rounds` rounds goes on.
+    best after `trial_rounds` rounds goes on. A `server` has one model, without clusters.
     """
 
     num_models: int
@@ -81,10 +82,60 @@ class ClusterModels:
     rule: functools.partial[Any] | None = None
     restarts: int = 1
     trial_rounds: int = 0
+    server: "Server | None" = None
 
     def num_rows(self, num_agents: int) -> int:
         """Return the rows that the models of all holders and restarts take in the buffer."""
+        if self.server is not None:  # its model, its last aggregate, and the agents' momenta
+            return 2 + num_agents
         return self.num_models * (num_agents if self.per_agent else self.restarts)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Server:
+    """A server that aggregates the vectors of agents, as in centralised federated learning.
+
+    Agents train the server's model x with step size lr. They send gradients (x - theta) / lr,
+    "updates" theta - x, or "models" theta. The momentum of an agent is m <- momentum m +
+    (1 - dampening) (x - theta) / lr, and theta = x - lr m. `aggregate` gets the vectors, the last
+    aggregate and a generator.
+    """
+
+    aggregate: Callable[
+        [Float[Tensor, "m d"], Float[Tensor, " d"], np.random.Generator], Float[Tensor, " d"]
+    ]
+    sent: Literal["gradients", "updates", "models"] = "gradients"
+    momentum: float = 0.0
+    dampening: float = 0.0
+    weight_decay: float = 0.0
+
+    def add_momentum_(
+        self,
+        theta: Float[Tensor, " d"],
+        memory: Float[Tensor, " d"],
+        x: Float[Tensor, " d"],
+        lr: float,
+    ) -> None:
+        """Replace the step of a trained model by that of its agent's momentum."""
+        if self.momentum:
+            memory.mul_(self.momentum).add_(x - theta, alpha=(1 - self.dampening) / lr)
+            torch.sub(x, memory, alpha=lr, out=theta)
+
+    def step(
+        self,
+        models: Float[Tensor, "m d"],
+        x: Float[Tensor, " d"],
+        last: Float[Tensor, " d"],
+        lr: float,
+        draw: np.random.Generator,
+    ) -> tuple[Float[Tensor, " d"], Float[Tensor, " d"]]:
+        """Return the server's next model, without weight decay, and the aggregate."""
+        if self.sent == "models":
+            aggregate = self.aggregate(models, last, draw)
+            return aggregate, aggregate
+        scale = -lr if self.sent == "gradients" else 1.0
+        aggregate = self.aggregate((models - x) / scale, last, draw)
+        return x + scale * aggregate, aggregate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,6 +180,11 @@ class Algorithm:
         # A rule without losses can have a guard by losses.
         needs_losses = self.needs_losses or guards.loss_tolerance is not False
         return dataclasses.replace(self, guards=guards, needs_losses=needs_losses)
+
+    @property
+    def server(self) -> Server | None:
+        """The server, in place of exchange between agents."""
+        return None if self.clusters is None else self.clusters.server
 
     @property
     def keeps_previous(self) -> bool:

@@ -21,6 +21,7 @@ from fedcb2o.report._ineffective_attacks import ineffective_attack_notes
 from fedcb2o.report._page import Page, create_page
 from fedcb2o.report._regret import regrets
 from fedcb2o.report._statistics import paired_differences, seed_statistics, worst_attack
+from fedcb2o.report._worst_attack import write_worst_attack_maps
 from fedcb2o.report.grid_results import BASELINES, KEY_COLUMNS, GridResults, metric_names
 from fedcb2o.report.grid_tables import (
     SettingResults,
@@ -116,6 +117,7 @@ def _write_files(
         page.write_file(f"{start}tuning.csv", tuning_rows(results).to_csv(index=False))
         page.write_file(f"{start}tuning.json", json.dumps(results.tuning, indent=1) + "\n")
     write_strengths(page, results, start)
+    write_worst_attack_maps(page, results, start)
     page.write_file(f"{start}cells.csv", pd.concat(map(_long_table, views)).to_csv(index=False))
     statistics = pd.concat(map(_statistics_table, views))
     page.write_file(f"{start}statistics.csv", statistics.to_csv(index=False))

@@ -84,7 +84,8 @@ def bench(
     A cell that fails does not stop the others.
 
     Args:
-        grid: The name of a built-in grid, a TOML file or a mapping.
+        grid: The name of a built-in grid, a TOML file, a file of ByzFL (.json) or FLPoison (.yaml),
+            or a mapping.
         changes: New values for all cells, such as {"rounds": 5}.
         out: The grid's folder, by default runs/NAME.
         jobs: Number of processes, by default and at most one per processor. They share a GPU. It

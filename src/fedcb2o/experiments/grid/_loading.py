@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError
+from fedcb2o.experiments import foreign
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.config.loading import describe_error
 from fedcb2o.experiments.grid._baseline import baseline_table
@@ -30,7 +31,7 @@ def load_grid(
     changes: Mapping[str, Any] | None = None,
     data_dir: Path | None = None,
 ) -> Grid:
-    """Load a built-in grid, a TOML file or a mapping, and validate every cell.
+    """Load a built-in grid, a file of TOML or of another library, or a mapping; check every cell.
 
     Without `agents.benign` the data are read to count their owners. `changes` has new values by
     dotted key; entries may overrule them. With other `seeds`, defences with seeds of their own keep
@@ -46,6 +47,9 @@ def load_grid(
         where = "the grid"
     elif str(source).endswith(".toml"):
         table = tables.read_table(Path(source))
+        where = str(source)
+    elif str(source).endswith(foreign.SUFFIXES):
+        table = foreign.read_grid_table(Path(source))
         where = str(source)
     else:
         table = _read_built_in(str(source))

@@ -38,7 +38,7 @@ from fedcb2o.kernels import _autotune, devices
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
 from fedcb2o.records import REPRODUCIBLE_LOGS, Manifest, RoundLog, damaged_error
-from fedcb2o.simulation import checkpoint, dfca, ifca
+from fedcb2o.simulation import checkpoint, dfca, ifca, server
 from fedcb2o.simulation.adversarial_engine import AdversarialEngine, Stage
 from fedcb2o.simulation.clock import Clock
 from fedcb2o.simulation.local_engine import LocalEngine
@@ -311,6 +311,8 @@ def run_algorithm(
         played = AdversarialEngine(engine, clock)
         return run_rounds(played, state, start, stop, evaluate_every, on_phase, clock=clock)
     assert isinstance(engine, LocalEngine)  # a cluster of machines refuses IFCA and DFCA
+    if clusters.server is not None:
+        return server.run_rounds(engine, state, start, stop, evaluate_every, on_phase)
     run_cluster_rounds = dfca.run_rounds if clusters.per_agent else ifca.run_rounds
     return run_cluster_rounds(engine, state, start, stop, evaluate_every, on_phase)
 

@@ -144,6 +144,7 @@ def alie(
     *,
     z: float | None = None,
     estimated_from: Literal["fellows", "benign"] = "fellows",
+    correction: Literal[0, 1] | None = None,
 ) -> Float[Tensor, " d"]:
     """Publish the mean plus `z` standard deviations (A little is enough).
 
@@ -155,11 +156,12 @@ def alie(
             agents farther from the mean.
         estimated_from: Models for mean and deviation: the attackers' own clean models, as
             published, or those of the benign agents (the omniscient variant).
+        correction: Subtracted from the number of models in the deviation, 0 by default; 1 in ByzFL.
     """
     models = view.colluders() if estimated_from == "fellows" else view.benign()
     if z is None:
         z = alie_z(view.num_colluders + view.num_benign, view.num_colluders)
-    return models.mean(0) + z * models.std(0, correction=0)
+    return models.mean(0) + z * models.std(0, correction=min(correction or 0, len(models) - 1))
 
 
 def alie_z(n: int, f: int) -> float:

@@ -11,7 +11,7 @@ Example:
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -41,6 +41,7 @@ def optimal_alie(
     start: float = 0.0,
     step: float = 10.0,
     ratio: float = 0.8,
+    correction: Literal[0, 1] | None = None,
 ) -> Float[Tensor, " d"]:
     """Publish the benign mean plus the number of deviations that harms a rule most.
 
@@ -50,9 +51,11 @@ def optimal_alie(
 
     Args:
         draw: Source of randomness, for a pre-step that needs it.
+        rule: Rule to harm; "server" for that of the run's server.
         start: First number of deviations.
         step: First step of the search; not 0.
         ratio: Factor of a step that brings no progress, above 0.5 and below 1.
+        correction: Subtracted from the number of models in the deviation, 0 by default; 1 in ByzFL.
 
     Raises:
         ConfigError: A parameter is invalid, or the rule reads more than models.
@@ -60,7 +63,7 @@ def optimal_alie(
     models = _finite_models(view)
     defence = _defence(view, draw, len(models), rule, pre_step)
     search = {"evaluations": evaluations, "start": start, "step": step, "ratio": ratio}
-    deviation = models.std(0, correction=0)
+    deviation = models.std(0, correction=min(correction or 0, len(models) - 1))
     return _most_harmful(models, models.mean(0), deviation, defence, search)
 
 
@@ -83,6 +86,7 @@ def optimal_ipm(
 
     Args:
         draw: Source of randomness, for a pre-step that needs it.
+        rule: Rule to harm; "server" for that of the run's server.
         start: First factor.
         step: First step of the search; not 0.
         ratio: Factor of a step that brings no progress, above 0.5 and below 1.
@@ -226,6 +230,15 @@ def _defence(
     pre_step: PluginChoice | None,
 ) -> Callable[[Float[Tensor, " d"], Float[Tensor, "b d"]], Float[Tensor, " d"]]:
     """Return the aggregation of a crafted and benign models, of which the last is the receiver."""
+    if rule == "server":
+        step = view.server
+        if step is None:
+            raise ConfigError(
+                '`rule` = "server" is for an algorithm with a server: name the rule that agents use'
+            )
+        return lambda crafted, models: step(
+            torch.cat([models, crafted.expand(view.num_colluders, -1)])
+        )
     bound = plugins.resolve_and_bind("rule", rule, aggregation, deferred=("f",))
     signature = base.RULE_SIGNATURE.get(bound)
     if signature is None or "before" in signature.own_rows or robust_rule.extra_inputs(bound):
@@ -237,10 +250,10 @@ def _defence(
     m = f + num_benign
     mixing: Any = None
     if pre_step is not None:
-        step = plugins.resolve_and_bind("pre-step", pre_step, preaggregation, deferred=("f",))
-        num_mixed = base.num_mixed_rows(bound, step, m)
-        mixing = robust_rule.with_byzantine_count(step, f, num_mixed)
-        if "gram" not in plugins.positional_inputs(step.func):
+        pre = plugins.resolve_and_bind("pre-step", pre_step, preaggregation, deferred=("f",))
+        num_mixed = base.num_mixed_rows(bound, pre, m)
+        mixing = robust_rule.with_byzantine_count(pre, f, num_mixed)
+        if "gram" not in plugins.positional_inputs(pre.func):
             mixing = mixing(num_mixed, draw)
             # A step such as bucketing leaves other numbers of rows to the rule.
             m += len(mixing) - num_mixed
