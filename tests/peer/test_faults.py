@@ -115,35 +115,6 @@ def test_members_more_than_one_minor_version_apart_refuse_each_other(tmp_path):
             assert all(line["asked"] == others for line in lines)
 
 
-@pytest.mark.slow
-def test_a_restored_node_never_signs_a_round_twice(tmp_path):
-    """The backup is older than the last signature. Peers receive its later models again."""
-    changes = {**CHANGES, "rounds": 45, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
-    pace = {"round_seconds": 0.4, "deadline_seconds": 3.0, "lag": 15}
-    with nodes(tmp_path, 3, changes=changes, **pace) as peers:
-        peers.start()
-        peers.until(2, 5)
-        backup = tmp_path / "backup.tar.gz"
-        peers.back_up(2, backup)
-        peers.until(2, 10)
-        peers.send(2, signal.SIGKILL)
-        peers.wait(2)
-        lost = len(peers.lines(2))
-        shutil.rmtree(peers.out(2))
-        shutil.rmtree(peers.identities[2])
-        peers.restore(2, backup)
-        peers.start(2, resume=True)
-        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
-        assert not list(tmp_path.glob("*/proofs/*"))
-        last = max(
-            model["round"]
-            for line in peers.lines(0)
-            for model in line["received"]
-            if model["id"] == 2
-        )
-        assert last > lost + pace["lag"] + 1
-
-
 def start_command(peers: Nodes, j: int, *more: object) -> BaseProcess:
     """Start a node with the command line, as a user does."""
     work = peers.out(j).with_suffix(".log"), *arguments(peers, j), *more

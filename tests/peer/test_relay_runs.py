@@ -1,11 +1,8 @@
 """Runs of processes through a relay."""
 
 import json
-import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 from contextlib import ExitStack
 from functools import partial
@@ -13,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import tomli_w
 import torch
 from safetensors.torch import load_file
 from tests.peer import faults, members, relays
@@ -21,11 +17,10 @@ from tests.peer.nodes import Nodes
 from tests.peer.relays import RelayProcess, behind_nat, next_version
 from tests.peer.test_transport import ok
 from tests.peer.waiting import wait_for
-from tests.tiny import ENVIRONMENT
 
 import fedcb2o
 from fedcb2o.data import digits
-from fedcb2o.peer import Identity, read_federation
+from fedcb2o.peer import read_federation
 from fedcb2o.peer.node.preflight import check_members
 from fedcb2o.peer.wire.relayed import open_transport
 
@@ -67,44 +62,6 @@ def test_runs_through_a_relay_reproduce_the_simulation(kind, listening, tmp_path
     for j in range(3):
         assert same_bits(peers.model(j), models[j])
         assert [(line["refused"], line["late"]) for line in peers.lines(j)] == [({}, [])] * 3
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    shutil.which("unshare") is None
-    or subprocess.run(["unshare", "-rn", "true"], capture_output=True, check=False).returncode,
-    reason="network namespaces are not allowed here",
-)
-def test_five_members_in_network_namespaces_reproduce_the_direct_run(tmp_path):
-    """The network of each member leads to the relay only, and not to other members."""
-    orgs = behind_nat(tmp_path, 5)
-    settings = {"together": 1, **members.experiment(5, rounds=3)}
-    path = tmp_path / "federation.toml"
-    members.federated(
-        orgs, changes={"rounds": 3}, path=path, synchronous=True, deadline_seconds=90.0
-    )
-    Identity.make(tmp_path / "relay-keys", name="relay", endpoint="10.77.0.1:7447")
-    (tmp_path / "settings.toml").write_text(tomli_w.dumps(settings))
-    subprocess.run(
-        ["unshare", "-rn", sys.executable, "-m", "tests.peer.namespaces", str(tmp_path), "5"],
-        env={**os.environ, **ENVIRONMENT},
-        check=True,
-        timeout=280,
-    )
-    direct = tmp_path / "direct"
-    direct_orgs = members.identities(direct, 5)
-    members.federated(
-        direct_orgs, changes={"rounds": 3}, path=direct / "federation.toml", synchronous=True
-    )
-    peers = Nodes(direct, direct / "federation.toml", [org.folder for org in direct_orgs], settings)
-    try:
-        peers.start()
-        assert peers.wait() == [0] * 5, [peers.log(j) for j in range(5)]
-    finally:
-        peers.close()
-    for j in range(5):
-        model = load_file(tmp_path / f"out-{j}" / "checkpoint.safetensors")["models"][0]
-        assert same_bits(model, peers.model(j))
 
 
 @pytest.mark.slow
