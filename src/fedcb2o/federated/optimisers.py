@@ -17,7 +17,7 @@ from torch import Tensor
 from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.plugins import attribute_errors, function_name
 
-__all__ = ["adamw"]
+__all__ = ["adamw", "sgd"]
 
 Optimiser = Callable[[Sequence[Tensor], float], Any]
 """(parameters, lr) -> a `torch.optim.Optimizer`."""
@@ -49,6 +49,25 @@ def adamw(
 
     betas = (beta1, beta2)
     return torch.optim.AdamW(parameters, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
+
+
+def sgd(
+    parameters: Sequence[Tensor], lr: float, *, momentum: float = 0.9, weight_decay: float = 0.01
+) -> Any:
+    """Return SGD with momentum and weight decay, such as for vectors of few samples.
+
+    Args:
+        parameters: Parameters to train.
+        lr: Learning rate.
+        momentum: Decay of the sum of the gradients, in [0, 1).
+        weight_decay: Rate of the decay, which is added to the gradients.
+
+    Returns:
+        A `torch.optim.SGD`.
+    """
+    import torch.optim  # its compiler takes a second to import
+
+    return torch.optim.SGD(parameters, lr=lr, momentum=momentum, weight_decay=weight_decay)
 
 
 def make_optimiser(optimiser: Optimiser, parameters: Sequence[Tensor], lr: float) -> Any:

@@ -390,8 +390,8 @@ class TrainingSection(LocalUpdateKeys):
     optimiser: Annotated[
         Component | None,
         key_field(
-            'the optimiser in place of SGD: "adamw", or [your own](extending.md#optimiser). '
-            "`training.momentum` then has no effect",
+            'the optimiser in place of SGD: "adamw", "sgd" with `weight_decay`, or '
+            "[your own](extending.md#optimiser). `training.momentum` then has no effect",
             values=COMPONENT_VALUES,
         ),
     ] = None
