@@ -1,31 +1,66 @@
 """The board of methods that the fixed adversary has judged: its table and its figures.
 
-    .venv/bin/python -m paper.board    # rewrite the table of docs/board.md and the figures
+    .venv/bin/python -m paper.board              # the tables of docs/board.md and the figures
+    .venv/bin/python -m paper.board --measure    # measure missing entries first
 
-Entries are the files of docs/benchmark/board, written by `fedcb2o assess`.
+Entries are the files of docs/benchmark/board, written by `fedcb2o assess`. The methods to measure
+are in paper/board.toml. A stopped measurement continues.
 """
 
+import argparse
 import functools
 import inspect
+import tomllib
 from pathlib import Path
+from typing import Any
 
 import matplotlib as mpl
 import pandas as pd
+import tomli_w
 
-from fedcb2o.experiments.grid._assessment import fixed_adversary
+from fedcb2o.experiments.grid._assessment import assess, fixed_adversary
 from fedcb2o.federated import attacks
-from fedcb2o.report.board import Entry, board_figure, board_table, read_entry
+from fedcb2o.report.board import (
+    Entry,
+    board_figure,
+    board_table,
+    entry_toml,
+    make_entry,
+    read_entry,
+)
 
 DOCS = Path(__file__).parents[1] / "docs"
 ENTRIES = DOCS / "benchmark" / "board"
 PAGE = DOCS / "board.md"
 FIGURES = DOCS / "figures"
+METHODS = Path(__file__).with_name("board.toml")
+RUNS = Path("runs") / "board"
 
 
 @functools.cache
 def entries() -> tuple[Entry, ...]:
     """Read all entries."""
     return tuple(read_entry(path) for path in sorted(ENTRIES.glob("*.toml")))
+
+
+def missing() -> dict[str, dict[str, Any]]:
+    """Return the methods without an entry, by the names of their files."""
+    methods = tomllib.loads(METHODS.read_text(encoding="utf-8"))
+    return {name: t for name, t in methods.items() if not (ENTRIES / f"{name}.toml").exists()}
+
+
+def measure() -> None:
+    """Assess the methods without an entry, one after the other."""
+    RUNS.mkdir(parents=True, exist_ok=True)
+    for name, method in missing().items():
+        source = RUNS / f"{name}.toml"
+        source.write_text(tomli_w.dumps(method), encoding="utf-8")
+        result = assess(source, out=RUNS / name)
+        if result.failed:
+            print(f"{name}: {len(result.failed)} cells failed: {min(result.failed.values())}")
+            continue
+        entry = entry_toml(make_entry(result.folder))
+        (ENTRIES / source.name).write_text(entry, encoding="utf-8")
 
 
 def table() -> pd.DataFrame:
@@ -69,7 +104,9 @@ def forms_table() -> pd.DataFrame:
         count = len(adversary.settings(full=form == "full"))
         size = f"{count} settings, {table['rounds']} rounds, seeds: {len(table['seeds'])}"
         rows[f"{form} form"] = {"Values": size, "Centre": ""}
-    rows["entries so far"] = {"Values": str(len(entries())), "Centre": ""}
+    rows["entries"] = {"Values": str(len(entries())), "Centre": ""}
+    waiting = f"{len(missing())} methods of `paper/board.toml`"
+    rows["not measured yet"] = {"Values": waiting, "Centre": ""}
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Axis")
 
 
@@ -88,7 +125,13 @@ def draw_figures() -> None:
 
 
 def main() -> None:
-    """Rewrite the page and the figures."""
+    """Rewrite the page and the figures; measure missing entries first, if asked to."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--measure", action="store_true", help="measure missing entries first")
+    if parser.parse_args().measure:
+        measure()
     from paper import results
 
     PAGE.write_text(results.rewrite_page(PAGE), encoding="utf-8")
