@@ -205,6 +205,8 @@ def board_figure(entries: Iterable[Entry], data: str) -> Figure:
         )
         panel.set_title(entry.title, fontsize=9)
         panel.set_ylim(0, 100)
+        # The lowest panel of each column, which need not be in the last row.
+        panel.tick_params(labelbottom=place + _PANELS_PER_ROW >= count)
         _label_first(panel, place)
     for panel in list(axes)[count:]:
         panel.axis("off")
