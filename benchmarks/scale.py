@@ -50,7 +50,9 @@ def synthetic(*, samples: int) -> fedcb2o.Dataset:
     """Return random points around one centre per class."""
     draw = np.random.default_rng(0)
     y = draw.integers(CLASSES, size=samples + 500)
-    x = draw.normal(size=(CLASSES, FEATURES))[y] + draw.normal(size=(len(y), FEATURES))
+    centres = draw.normal(size=(CLASSES, FEATURES)).astype(np.float32)
+    x = draw.standard_normal((len(y), FEATURES), dtype=np.float32)
+    x += centres[y]
     return fedcb2o.dataset(x[500:], y[500:], x_test=x[:500], y_test=y[:500])
 
 

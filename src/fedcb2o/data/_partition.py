@@ -6,7 +6,7 @@ too. A cluster of fewer agents holds a part of these samples. In data with owner
 own samples, without a transform.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -134,41 +134,37 @@ def partition(
     # 2. The pool, once for all clusters, so that their number changes no agent of cluster 0.
     drawn = stream(seed, "partition", "pool").permutation(n)
     first = 0  # number of the cluster's first agent in the full population
-    cluster = []
-    is_malicious = []
-    train = []
-    held_out = []
+    cluster: list[int] = []
+    is_malicious: list[bool] = []
+    train: list[Tensor] = []
+    held_out: list[Tensor] = []
     # 3. Each cluster deals out the same samples anew; one of fewer agents holds a part of them.
     for c, (b, m) in enumerate(zip(benign_counts, malicious_counts, strict=True)):
         sizes = np.array([benign_samples] * b + [malicious_samples] * m)
-        roles = [False] * b + [True] * m
         order = stream(seed, "partition", c).permutation(drawn[: sizes.sum()])
         if skew is not None:
             assignment = skew(y[order], sizes.copy(), stream(seed, "skew", c))
             _check_skew(assignment, sizes)
             order = order[np.argsort(assignment, kind="stable")]
 
-        shares = np.split(order, np.cumsum(sizes)[:-1])
-        split_orders = _split_orders(seed, range(first, first + b), benign_samples)
-        for index, (share, role) in enumerate(zip(shares, roles, strict=True)):
-            if role and remove_malicious:
-                continue
-            agent = first + index  # so that removal changes no other agent's split
-            mask = np.zeros(len(share), bool)
-            if not role:
-                mask = validation_mask(
-                    *(y[share], agent, validation, split, seed),
-                    hold_out=hold_out,
-                    order=next(split_orders),
-                )
-
-            training = share[~mask]
-            if not hold_out:
-                training = np.concatenate([share[~mask], share[mask]])
-            cluster.append(c)
-            is_malicious.append(role)
-            train.append(torch.from_numpy(training))
-            held_out.append(torch.from_numpy(share[mask]))
+        # Arrays of the benign agents, one row each; a malicious agent trains on all of its samples.
+        shares = order[: b * benign_samples].reshape(b, benign_samples)
+        is_held_out = _held_out(
+            y[shares], range(first, first + b), validation, split, seed, hold_out
+        )
+        held_out_sizes = is_held_out.sum(1)
+        held_out += _rows(shares[is_held_out], held_out_sizes)
+        if hold_out:
+            train += _rows(shares[~is_held_out], benign_samples - held_out_sizes)
+        else:
+            places = is_held_out.argsort(1, kind="stable")  # validation samples are last
+            train += _rows(np.take_along_axis(shares, places, 1), np.full(b, benign_samples))
+        num_malicious = 0 if remove_malicious else m
+        rest = order[b * benign_samples :]
+        train += _rows(rest, np.full(m, malicious_samples))[:num_malicious]
+        held_out += _rows(rest[:0], np.zeros(num_malicious, np.int64))
+        cluster += [c] * (b + num_malicious)
+        is_malicious += [False] * b + [True] * num_malicious
         first += len(sizes)
 
     return Population(
@@ -186,11 +182,29 @@ def _per_cluster(count: int | Sequence[int], num_clusters: int) -> list[int]:
     return [count] * num_clusters if isinstance(count, int) else list(count)
 
 
-def _split_orders(seed: int, agents: range, count: int) -> Iterator[NDArray[np.int64]]:
-    """Yield a random order of `count` samples of each agent, drawn for many agents at once."""
+def _held_out(
+    y: NDArray[np.integer], agents: range, fraction: float, split: str, seed: int, hold_out: bool
+) -> NDArray[np.bool_]:
+    """Select the validation samples of agents with equally many samples, shape [a, n]."""
+    count = y.shape[1]
+    masks = np.zeros(y.shape, bool)
     for start in range(0, len(agents), _AGENTS_PER_DRAW):
         some = agents[start : start + _AGENTS_PER_DRAW]
-        yield from permutations(agent_streams(seed, "split", agents=some), count, 1)
+        orders = permutations(agent_streams(seed, "split", agents=some), count, 1)
+        part = masks[start : start + len(some)]
+        # The first agent is checked; with a random split, all agents have equal numbers.
+        num_checked = 1 if split == "random" or fraction == 1 else len(some)
+        for k in range(num_checked):
+            part[k] = validation_mask(
+                y[start + k], some[k], fraction, split, seed, hold_out=hold_out, order=orders[k]
+            )
+        np.put_along_axis(part[num_checked:], orders[num_checked:, : int(part[0].sum())], True, 1)
+    return masks
+
+
+def _rows(samples: NDArray[np.int64], sizes: NDArray[np.int64]) -> Sequence[Tensor]:
+    """Return the samples of each agent, as views of one tensor."""
+    return torch.split(torch.from_numpy(samples).flatten(), sizes.tolist())
 
 
 def validation_mask(

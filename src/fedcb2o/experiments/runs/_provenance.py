@@ -91,9 +91,10 @@ def _source_counts(prepared: PreparedSeed) -> list[int | None]:
             samples = [population.validation[j] for j in some]
             seen = prepared.view(pool.part(torch.cat(samples).numpy()), k)
             is_source = torch.isin(prepared.dataset.labels(seen), sources)
-            parts = torch.split(is_source, [len(own) for own in samples])
-            for j, part in zip(some, parts, strict=True):
-                counts[j] = int(part.sum())
+            agent = torch.arange(len(some)).repeat_interleave(torch.tensor([*map(len, samples)]))
+            found = torch.zeros(len(some)).index_add_(0, agent, is_source.float())
+            for j, count in zip(some, found.long().tolist(), strict=True):
+                counts[j] = count
     return counts
 
 
