@@ -195,7 +195,7 @@ def update_likelihoods(
         known = np.concatenate([known, new])
         order = known.argsort(kind="stable")
         known = known[order]
-        values = np.concatenate([ids.values, new % span])[order]
+        values = np.concatenate([ids.values, new % span]).astype(np.int32)[order]
         ids = Ragged(values, ids.sizes + np.bincount(new // span, minlength=len(ids)))
         likelihood = np.concatenate([likelihood, np.full(len(new), np.nan)])[order]
 

@@ -24,7 +24,10 @@ from fedcb2o.federated.types import Contacts, CriterionInput, RuleState
 
 @dataclass(frozen=True)
 class ContactTable:
-    """Contacts of agents: ascending ids, and P_n^j, NaN for a peer that never answered."""
+    """Contacts of agents: ascending ids, and P_n^j, NaN for a peer that never answered.
+
+    Of many agents, contacts take most of the memory that grows: ids have 32 bits between rounds.
+    """
 
     ids: Ragged
     likelihood: Float[np.ndarray, " k"]
@@ -65,11 +68,11 @@ class ContactTable:
     def __getitem__(self, k: int) -> Contacts:
         ids = self.ids[k]
         likelihood = Ragged(self.likelihood, self.ids.sizes)[k]
-        return Contacts(torch.from_numpy(ids.copy()), torch.from_numpy(likelihood.copy()))
+        return Contacts(torch.from_numpy(ids.astype(np.int64)), torch.from_numpy(likelihood.copy()))
 
     def __iter__(self) -> Iterator[Contacts]:
         sizes = self.ids.sizes.tolist()
-        ids = torch.split(torch.from_numpy(self.ids.values.copy()), sizes)
+        ids = torch.split(torch.from_numpy(self.ids.values.astype(np.int64)), sizes)
         likelihood = torch.split(torch.from_numpy(self.likelihood.copy()), sizes)
         return map(Contacts, ids, likelihood)
 

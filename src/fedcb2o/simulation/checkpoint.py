@@ -60,7 +60,7 @@ def save(
     by_item_size = sorted(states.items(), key=lambda item: -item[1].element_size())  # for alignment
     tensors = {
         "met": torch.from_numpy(state.contacts.ids.sizes),
-        "ids": torch.from_numpy(state.contacts.ids.values),
+        "ids": torch.from_numpy(state.contacts.ids.values.astype(np.int64)),
         "likelihood": torch.from_numpy(state.contacts.likelihood),
         **dict(by_item_size),
     }
