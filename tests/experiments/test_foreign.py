@@ -157,7 +157,9 @@ def test_byzfl_by_hand(tmp_path):
         "training": {"gamma": 0.1, "batch_size": 25},
     }
     assert list(table["defences"])[1] == "TrMean after Clipping, NNM"
-    search = {"name": "optimal_alie", "rule": "server", "correction": 1, "evaluations": 5}
+    # Its deviations are those of gradients, the opposite ones of models.
+    search = {"name": "optimal_alie", "rule": "server", "correction": 1}
+    search |= {"step": -10.0, "evaluations": 5}
     assert table["attacks"] == {
         "SignFlipping": {"attack": {"name": "ipm", "eps": 1.0}},
         "Optimal_ALittleIsEnough": {"attack": search},

@@ -11,6 +11,7 @@
 - Gaussian noise of all three: other random streams.
 """
 
+import dataclasses
 import importlib.util
 import math
 import sys
@@ -19,8 +20,13 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
+from tests.views import view_of
 
 from fedcb2o import aggregators
+from fedcb2o.aggregators.server import server
+from fedcb2o.experiments.foreign import byzfl
+from fedcb2o.experiments.foreign.conversion import Conversion
+from fedcb2o.federated import attacks
 from fedcb2o.rng import stream
 
 SHAPES = [(5, 4, 1), (7, 5, 2), (8, 1, 2), (9, 30, 0), (12, 100, 3), (21, 300, 5)]
@@ -115,6 +121,79 @@ def test_bucketing_has_the_sum_of_byzfl(size):
     assert own_buckets.shape == byzfl_buckets.shape
     counts = np.array([min(size, 9 - size * j) for j in range(len(own_buckets))])
     assert_close(counts @ own_buckets, counts @ byzfl_buckets)
+
+
+ATTACKS = {
+    "SignFlipping": {},
+    "InnerProductManipulation": {"tau": 3.0},
+    "Optimal_InnerProductManipulation": {"evals": 12},
+    "ALittleIsEnough": {"tau": 1.2},
+    "Optimal_ALittleIsEnough": {"evals": 12, "ratio": 0.7},
+    "Mimic": {"epsilon": 2},
+}
+CHAINS = [
+    ({"name": "TrMean"}, [{"name": "NNM"}]),
+    (
+        {"name": "GeometricMedian", "nu": 0.1, "T": 3},
+        [{"name": "Clipping", "c": 2.0}, {"name": "NNM"}],
+    ),
+    ({"name": "MultiKrum", "definition": "byzfl"}, [{"name": "ARC"}]),
+]
+
+
+def round_of(aggregator, steps):
+    """Return ByzFL's form of a chain, the server here, and its view of one round of gradients."""
+    x = torch.from_numpy(stream(0, "x").standard_normal(30)).float()
+    gradients = torch.from_numpy(vectors(4, 30, 0, 1)).float()
+    models = torch.cat([x - 0.1 * gradients, x.expand(6, -1)])
+    here = server(aggregator=aggregator, pre_aggregators=steps, f=3).server
+
+    def step(sent):
+        return here.step(sent, x, torch.zeros(30), 0.1, stream(0, "server"))
+
+    view = dataclasses.replace(
+        view_of(models=models), previous=x, server=lambda sent: step(sent)[0]
+    )
+
+    def theirs(table):
+        own = {key: value for key, value in table.items() if key not in ("name", "definition")}
+        is_given = table["name"] not in ("GeometricMedian", "Clipping")
+        return {"name": table["name"], "parameters": {**own, **({"f": 3} if is_given else {})}}
+
+    return theirs(aggregator), [theirs(table) for table in steps], step, view, x, gradients
+
+
+@pytest.mark.parametrize(("aggregator", "steps"), CHAINS)
+@pytest.mark.parametrize("name", ATTACKS)
+def test_attacks_on_a_server_equal_byzfl(name, aggregator, steps):
+    lib = library("byzfl")
+    info, chain, step, view, x, gradients = round_of(aggregator, steps)
+    config = {"benchmark_config": {}, "attack": {"name": name, "parameters": ATTACKS[name]}}
+    table = dict(byzfl._attack(config, Conversion())[2]["attack"])
+    crafted = getattr(attacks, table.pop("name"))(view, stream(0, "draw"), **table)
+    given = {**ATTACKS[name], "aggregator_info": info, "pre_agg_list": chain, "f": 3}
+    client = lib.ByzantineClient({"name": name, "f": 3, "parameters": given})
+    expected = client.apply_attack([g.clone() for g in gradients])[0]
+    if not name.startswith("Optimal"):
+        assert_close((x - crafted) / 0.1, expected, 2e-4)
+        return
+    # Several factors may do equal harm, such as those beyond a clipping.
+    harms = []
+    for model in (crafted, x - 0.1 * expected):
+        _, aggregate = step(torch.cat([x - 0.1 * gradients, model.expand(3, -1)]))
+        harms.append(float((aggregate - gradients.mean(0)).norm()))
+    assert_close(harms[0], harms[1], 2e-4)
+
+
+@pytest.mark.parametrize(("aggregator", "steps"), CHAINS)
+def test_the_server_equals_byzfl(aggregator, steps):
+    lib = library("byzfl")
+    info, chain, step, _, x, gradients = round_of(aggregator, steps)
+    sent = torch.cat([gradients, 3 * gradients[:3]])
+    expected = lib.RobustAggregator(info, chain).aggregate_vectors([g.clone() for g in sent])
+    model, aggregate = step(x - 0.1 * sent)
+    assert_close(aggregate, expected, 2e-4)
+    assert_close(model, x - 0.1 * expected, 2e-4)
 
 
 # krum

@@ -27,7 +27,7 @@ _ATTACKS: Names = {
     "Optimal_InnerProductManipulation": ({"name": "optimal_ipm", "rule": "server"}, _SEARCH),
     "ALittleIsEnough": ({"name": "alie", "z": 1.5, **_ALIE}, {"tau": "z"}),
     "Optimal_ALittleIsEnough": (
-        {"name": "optimal_alie", "rule": "server", "correction": 1},
+        {"name": "optimal_alie", "rule": "server", "correction": 1, "step": 10.0},
         _SEARCH,
     ),
     "Mimic": ({"name": "mimic"}, {"epsilon": "agent"}),
@@ -151,6 +151,9 @@ def _attack(one: Mapping[str, Any], found: Conversion) -> _Entry | None:
         return None
     found.differ("LabelFlipping flips labels of attackers' own samples", name == "LabelFlipping")
     found.differ("the server drops the vectors of Inf", name == "Inf")
+    # Deviations of gradients are the opposite ones of models.
+    if "ALittleIsEnough" in name and not _training(one)[0]:
+        table |= {key: 0.0 - table[key] for key in ("z", "start", "step") if key in table}
     if name == "Gaussian":  # of gradients, which the step size makes updates
         rate = found.table["training"]["gamma"]
         found.differ("Gaussian keeps the first step size")
