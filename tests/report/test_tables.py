@@ -273,6 +273,8 @@ def test_the_gain_over_training_alone_is_paired_by_agent(attacked, tmp_path):
     column = compare([attacked])["FedCBO"]
     assert column["Local baseline"] == "41.7"
     assert column["Gain over training alone"] == "8.3"
+    # The worst agent loses 25 points in the first seed, and nothing in the second one.
+    assert column["Gain over training alone, worst agent"] == "-12.5"
 
 
 def test_a_run_without_attack_has_no_malicious_weight(attacked, tmp_path):

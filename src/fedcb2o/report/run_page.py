@@ -39,7 +39,8 @@ _MIN_AGENTS_FOR_TENTH = 11  # of ten agents the worst tenth is the worst agent
 _METRIC_DEFINITIONS = {
     LABELS["gain"]: (
         "Gain over training alone is the accuracy minus that of the local baseline, in which every "
-        "agent trains alone from the same initial model on the same samples."
+        "agent trains alone from the same initial model on the same samples; the worst agent is "
+        "the one that gains least in a seed."
     ),
     LABELS["net"]: (
         "Net attack success is the attack success rate minus that of the clean counterpart, the "

@@ -38,6 +38,7 @@ LABELS = {
     "best_round": "Accuracy, round of the lowest validation loss",
     "local": "Local baseline",
     "gain": "Gain over training alone",
+    "gain_worst": "Gain over training alone, worst agent",
     "net": "Net attack success",
     "malicious_weight": METRICS["malicious_weight"].label,
 }
@@ -130,12 +131,11 @@ def _gain_cells(run: Run, runs: Sequence[Run]) -> dict[str, str]:
     both = local_gains(run, runs)
     if both.empty:
         return {}
-    means = both.groupby("seed").mean()
-    gain = means.accuracy - means.accuracy_local
-    return {
-        LABELS["local"]: format_mean_interval(means.accuracy_local),
-        LABELS["gain"]: format_mean_interval(gain, is_difference=True),
-    }
+    by_seed = both.assign(gain=both.accuracy - both.accuracy_local).groupby("seed")
+    cells = {LABELS["local"]: format_mean_interval(by_seed.accuracy_local.mean())}
+    for name, gain in (("gain", by_seed.gain.mean()), ("gain_worst", by_seed.gain.min())):
+        cells[LABELS[name]] = format_mean_interval(gain, is_difference=True)
+    return cells
 
 
 def _accuracy_of_best(run: Run) -> pd.Series:
