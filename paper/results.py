@@ -30,6 +30,7 @@ from paper import board, preregistered
 from paper.adaptive import adaptive_table
 from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
+from paper.trial import trial_table
 from paper.weak_places import weak_places_table
 from PIL import Image
 
@@ -49,7 +50,12 @@ DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
 PAGE = DOCS / "results.md"
 README = DOCS.parent / "README.md"
-PAGES = (PAGE, README, DOCS / "index.md", DOCS / "criteria.md", board.PAGE)
+PAGES = (
+    PAGE,
+    README,
+    *(DOCS / f"{name}.md" for name in ("index", "criteria", "method")),
+    board.PAGE,
+)
 """Pages with generated tables."""
 DEMO_VALUES = DOCS / "benchmark" / "demo" / "seeds.csv"
 DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
@@ -413,6 +419,7 @@ TABLES = {
     "losses": losses_table,
     "regrets": regrets_table,
     "long_training": long_training_table,
+    "trial": trial_table,
     "weak_places": weak_places_table,
     "adaptive": adaptive_table,
     "last_layer": last_layer_table,

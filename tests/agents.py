@@ -221,6 +221,7 @@ GUARDS: dict[str, dict[str, float]] = {
     "near": {"min_distance": 1.1},
     "half-way": {"interpolation": 0.5},
     "tolerance": {"loss_tolerance": 1.0},
+    "exit test": {"exit_test": 0.5},
 }
 """Each guard alone; `ALL_GUARDS` has all of them."""
 

@@ -28,6 +28,7 @@ Options beyond the paper are marked as such. The options of the authors' release
 """
 
 import copy
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class Options:
     max_sensitivity: float | None = None  # rise of a class's sensitivity to noise, in changes
     interpolation: float = 1.0  # losses at own + interpolation * (peer - own)
     loss_tolerance: float | None = None  # standard errors above the loss of the agent's model
+    exit_test: float | None = None  # error rate of the test after which an agent trains alone
+    trial_rounds: int = 2  # a quarter of the rounds
     # Criteria beyond the paper.
     least_deviation: float = 0.8  # class_loss_excess: least nats of a standard deviation
     slack: float = 2.0  # class_loss_excess: standard errors above sqrt(2 log C)
@@ -119,6 +122,10 @@ class Agent:
     met: set[int] = field(default_factory=set)  # peers asked so far, answered or not
     P: dict[int, float] = field(default_factory=dict)  # P^{j,i} of the peers i that answered
     before: nn.Module | None = None  # theta^j before the round's LocalUpdate
+    alone: nn.Module | None = None  # the second model of the trial
+    alone_trained: int = 0  # rounds that it has trained
+    gaps: list[float] = field(default_factory=list)  # sums of D_i over rounds
+    has_left: bool | None = None  # None before the end of the trial
 
 
 @dataclass(frozen=True)
@@ -180,15 +187,47 @@ def local_updates(
 
     Malicious agents train in the same way, on poisoned data (eq:MaliAgentObj).
     """
+    trials = [agent.algorithm for agent in agents if agent.algorithm.exit_test is not None]
+    is_trial = bool(trials) and n < trials[0].trial_rounds
     return [
-        local_update(agent, stream(seed, "batches", n, j), training)
+        local_update(
+            agent,
+            stream(seed, "batches", n, j),
+            training,
+            held_out(len(agent.train_y), j, seed)[1] if is_trial else None,
+        )
         for j, agent in enumerate(agents)
     ]
 
 
-def local_update(agent: Agent, draw: np.random.Generator, training: Training) -> list[float]:
+def held_out(count: int, j: int, seed: int) -> tuple[list[int], list[int]]:
+    """Return the samples that agent j holds out, and the sample in the place of each in training.
+
+    Others, which it trains on twice or more, replace three tenths of its samples.
+    """
+    draw = stream(seed, "trial", j)
+    order = [int(i) for i in draw.permutation(count)]
+    size = int(0.3 * count)
+    held, kept = sorted(order[:size]), order[size:]
+    replaced = list(range(count))
+    for i in held:
+        replaced[i] = -1
+    for i, choice in zip(held, draw.integers(len(kept), size=size), strict=True):
+        replaced[i] = kept[choice]
+    return held, replaced
+
+
+def local_update(
+    agent: Agent,
+    draw: np.random.Generator,
+    training: Training,
+    samples: list[int] | None = None,
+) -> list[float]:
     """Train for tau epochs (or steps) of mini-batch SGD; return the loss of each step."""
     agent.before = copy.deepcopy(agent.module)
+    x, y = agent.train_x, agent.train_y
+    if samples is not None:
+        x, y = x[samples], y[samples]
     # A new optimiser: the momentum starts at 0 in every round.
     learning_rate = training.lambda2 * training.gamma
     optimiser = torch.optim.SGD(
@@ -200,9 +239,9 @@ def local_update(agent: Agent, draw: np.random.Generator, training: Training) ->
         norm.num_batches_tracked.zero_()
         norm.train(agent.statistics != "dropped" and not is_frozen(norm))
     step_losses = []
-    for batch in batches(len(agent.train_y), draw, training):
+    for batch in batches(len(y), draw, training):
         optimiser.zero_grad()
-        loss = F.cross_entropy(agent.module(agent.train_x[batch]), agent.train_y[batch])
+        loss = F.cross_entropy(agent.module(x[batch]), y[batch])
         loss.backward()  # type: ignore[no-untyped-call]
         optimiser.step()  # theta <- theta - lambda2 gamma grad L_j(theta)
         step_losses.append(loss.item())
@@ -255,9 +294,16 @@ def local_aggregations(
         options = agent.algorithm
         # Algorithm 2, line 1: A_n <- ProbSampling(P_n^j, M)
         asked = select(agents, j, stream(seed, "select", n, j))
+        met = set(agent.met)
         agent.met |= set(asked)
         # Line 2: download theta_n^i, i in A_n
         received = [i for i in asked if answers[i]]
+        # Trial (beyond the paper): an agent that left keeps its model.
+        if options.exit_test is not None and is_alone(agent, j, n, seed, training, num_classes):
+            agent.met = met
+            weights = {i: float(i == j) for i in sorted({*received, j})}
+            infos.append(Info(asked, received, weights, {}, {}))
+            continue
         # Guards (beyond the paper): refused models are neither evaluated nor weighed.
         noise = noise_images(agent.train_x.shape[1:], stream(seed, "noise", n, j))
         refused_losses = {}
@@ -322,6 +368,49 @@ def local_aggregations(
             weights = {i: float(i == j) for i in sorted({*received, j})}
         infos.append(Info(asked, received, weights, losses, values))
     return infos
+
+
+def is_alone(agent: Agent, j: int, n: int, seed: int, training: Training, num_classes: int) -> bool:
+    """Advance the trial of agent j after its LocalUpdate; return whether it trains alone."""
+    options = agent.algorithm
+    assert options.exit_test is not None
+    last = options.trial_rounds
+    if agent.has_left is not None or (agent.alone is None and n >= last):
+        return bool(agent.has_left)
+    held, replaced = held_out(len(agent.train_y), j, seed)
+    if agent.alone is None:
+        agent.alone, agent.alone_trained = copy.deepcopy(agent.module), n + 1
+        agent.gaps = [0.0] * len(held)
+        return False
+    if n > last // 2:
+        # The model before LocalUpdate is the average of the round before.
+        num_present = len(set(agent.train_y.tolist()))
+        absent = (num_classes - num_present) / num_present
+        assert agent.before is not None
+        for k, i in enumerate(held):
+            x, y = agent.train_x[i : i + 1], agent.train_y[i : i + 1]
+            agent.before.eval()
+            agent.alone.eval()
+            with torch.no_grad():
+                average = F.cross_entropy(agent.before(x), y)
+                D = float(average - F.cross_entropy(agent.alone(x), y))
+            agent.gaps[k] += min(max(D, -1.0), 1.0) - absent
+    while agent.alone_trained <= n:
+        # The second model is trained as the agent's own.
+        copied = dataclasses.replace(agent, module=agent.alone)
+        draw = stream(seed, "batches", agent.alone_trained, j)
+        local_update(copied, draw, training, replaced if agent.alone_trained < last else None)
+        agent.alone_trained += 1
+    if n >= last:
+        flips = stream(seed, "trial test", j).choice([-1.0, 1.0], (1999, len(held)))
+        total = sum(agent.gaps) - 1e-9
+        reached = sum(
+            sum(s * D for s, D in zip(signs, agent.gaps, strict=True)) >= total for signs in flips
+        )
+        agent.has_left = (1 + reached) / 2000 <= options.exit_test
+        if agent.has_left:
+            agent.module = agent.alone
+    return bool(agent.has_left)
 
 
 def is_finite(module: nn.Module) -> bool:

@@ -67,6 +67,8 @@ class Settings:
         algorithm = section.build()
         if algorithm.clusters is not None:
             raise ConfigError(f"the algorithm `{section.name}` has models of clusters")
+        if algorithm.guards.exit_test is not False:
+            raise ConfigError("`guards.exit_test` trains a second model: this loop is your own")
         loss = _bound("loss", self.loss, losses)
         return RunSpec(
             seed=int(self.seed),

@@ -26,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import consensus
+from fedcb2o.federated import trial
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -86,6 +87,15 @@ def local_aggregation_(
     A = sample_peers(agent, P, n)
     # Line 2: download theta^i, i in A
     inbox = download(A)
+    # Guards: the trial, after which an agent may stay alone
+    rule_state = trial.advance(agent, 0, n, rule_state)
+    if trial.has_left(rule_state):
+        decisions = Decisions.empty(agent.agents, A, inbox)
+        rule_state = trial.stay_alone_(decisions, 0, int(agent.layout.own[0]), rule_state)
+        on_step("aggregate")
+        mix_(agent.models, mixing_matrix(decisions, agent.layout.own), 0, agent.spec.dim)
+        on_step("mix")
+        return AgentState(state.contacts, (rule_state,)), decisions
     # Guards: the models that are evaluated and weighed
     admission = admit(agent, _ONLY_MEMBER, _ONLY_POSITION, inbox, n)
     is_admitted = admission == ADMITTED

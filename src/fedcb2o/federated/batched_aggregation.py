@@ -10,6 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float
 
+from fedcb2o.federated import trial
 from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.algorithm2 import next_likelihood, select_peers, track_own_likelihood
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
@@ -88,10 +89,19 @@ def decide(
     rule_states = list(state.rule_states)
 
     positions = Positions(np.flatnonzero(active[agents]))
+    left = []
+    if algorithm.guards.exit_test is not False:
+        for k in positions.tolist():
+            rule_states[k] = trial.advance(group, int(members[k]), n, rule_states[k])
+        left = [k for k in positions.tolist() if trial.has_left(rule_states[k])]
+        positions = Positions(np.setdiff1d(positions, left))
     admission = admit(group, members, positions, inbox, n)
     is_admitted = admission == ADMITTED
     admitted = Entries(np.flatnonzero(is_admitted))
     decisions = Decisions.empty(agents, sampled, inbox, admission)
+    for k in left:
+        own_row = int(group.layout.own[members[k]])
+        rule_states[k] = trial.stay_alone_(decisions, k, own_row, rule_states[k])
     L = counted_losses(admission, spec.num_classes)
     for call in validate_batches(  # line 3: L^i
         group, members, positions, state.contacts, inbox.filter(is_admitted), n

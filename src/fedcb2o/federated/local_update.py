@@ -33,7 +33,7 @@ from torch.optim.sgd import sgd
 from fedcb2o import plugins
 from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
-from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.agent_group import AgentGroup, SampleBatch
 from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
 from fedcb2o.federated.optimisers import make_step
@@ -54,13 +54,15 @@ from fedcb2o.nn.parameters import (
     trainable_stack,
     unstack_views,
 )
-from fedcb2o.rng import agent_streams, permutations
+from fedcb2o.rng import agent_streams, permutations, stream
 
 MAX_BATCH_PARAMETERS = 2**19
 """Parameters in a batch of small networks: with gradients and momentum 6 MiB."""
 
 _MAX_BATCH_AGENTS = 512
 _SMALL_BATCH_AGENTS = 64
+_TRIAL = 0.25  # of the rounds
+_HELD_OUT = 0.3  # of an agent's samples, in the trial
 _NUM_BATCHES = 16  # of a large run, so that every worker gets several
 
 
@@ -83,7 +85,7 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
     if n == 0:
         # A first round that changes no model is reported: nothing would be trained.
         before = row_checksums(gather_rows(models, rows))
-    x, y = group.data.training_data(members, n)
+    x, y = training_samples(group, members, n)
     counts = group.data.train.sizes[members].tolist()
     seed = spec.seed if spec.training_seed is None else spec.training_seed
     draws = agent_streams(seed, "batches", n, agents=group.agents[members].tolist())
@@ -113,6 +115,39 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
 
     has_trained = before is None or not row_checksums(gather_rows(models, rows)).equal(before)
     return np.array(losses), max_abs(models, rows), has_trained
+
+
+def trial_rounds(spec: RunSpec) -> int:
+    """Return the number of rounds in which the guard `exit_test` holds samples out."""
+    return 0 if spec.algorithm.guards.exit_test is False else max(2, round(_TRIAL * spec.rounds))
+
+
+def held_out(spec: RunSpec, agent: int, count: int) -> tuple[Indices, Indices]:
+    """Return the positions of held-out samples, and of those that replace them in training."""
+    draw = stream(spec.seed, "trial", agent)
+    held, others = np.split(draw.permutation(count), [int(_HELD_OUT * count)])
+    return np.sort(held), others[draw.integers(max(1, len(others)), size=len(held))]
+
+
+def training_samples(group: AgentGroup, members: Indices, n: int) -> SampleBatch:
+    """Return training data in round n, where others replace held-out samples."""
+    x, y = group.data.training_data(members, n)
+    if n < trial_rounds(group.spec):
+        sizes = group.data.train.sizes[members].tolist()
+        for k, (agent, count) in enumerate(zip(group.agents[members].tolist(), sizes, strict=True)):
+            held, others = held_out(group.spec, agent, count)
+            x[k, held], y[k, held] = x[k, others], y[k, others]
+    return x, y
+
+
+def train_alone_(group: AgentGroup, k: int, n: int, theta: Float[Tensor, " d"]) -> None:
+    """Train a model that no peer receives, and that needs no noise, on the data of round n."""
+    spec = group.spec
+    training = spec.training.model_copy(update={"privacy": None}).in_round(n)
+    x, y = training_samples(group, np.array([k]), n)
+    draw = stream(spec.seed, "batches", n, int(group.agents[k]))
+    with plugins.attribute_errors("model", spec.model):
+        local_update_(theta, spec.module, Shard(x[0], y[0]), training, draw)
 
 
 def local_update_(

@@ -208,7 +208,8 @@ class Algorithm:
     @property
     def is_stateful(self) -> bool:
         """True if a rule state is kept from round to round."""
-        return self.weigh.is_stateful or self.own_likelihood == "every_round"
+        keeps_trial = self.guards.exit_test is not False
+        return keeps_trial or self.weigh.is_stateful or self.own_likelihood == "every_round"
 
     def factor(self, gamma: float) -> float:
         """Return the share of the consensus point in the new model (eq:local_agg_update)."""

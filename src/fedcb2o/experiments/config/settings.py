@@ -365,6 +365,11 @@ class Experiment(Section):
                 "on them without noise: set `agents.hold_out` = true with `agents.validation` "
                 "below 1, or take an algorithm without losses, such as dfedavgm"
             )
+        if algorithm.guards.exit_test is not False:
+            raise ValueError(
+                "`training.privacy` protects training samples, whose losses "
+                "`algorithm.guards.exit_test` compares without noise: leave one out"
+            )
         if self.training.weights is not None:
             raise ValueError(
                 "`training.weights` of single samples would change what `training.privacy` "

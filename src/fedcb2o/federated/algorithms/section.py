@@ -100,4 +100,6 @@ def _with_guards(algorithm: Algorithm, guards: Guards) -> Algorithm:
         raise ConfigError(
             "`guards.newcomer_share` goes with the selections prob_sampling and uniform"
         )
+    if guards.exit_test is not False and algorithm.weigh.is_stateful:
+        raise ConfigError("`guards.exit_test` does not go with a rule that keeps a state")
     return algorithm.with_guards(guards)

@@ -93,10 +93,21 @@ class Guards(Section):
         ),
     ] = False
 
+    exit_test: Annotated[
+        Annotated[float, Field(gt=0, le=0.5)] | Off,
+        key_field(
+            "mix: error rate of the test after which an agent that loses by cooperation "
+            "[trains alone](method.md#trial-of-training-alone). In the first quarter of the rounds "
+            "agents train two models, on 70% of their samples",
+            values="above 0, to 0.5",
+        ),
+    ] = False
+
     @property
     def needs_previous(self) -> bool:
         """True if the models before the round are needed."""
-        return self.min_distance is not False or self.max_sensitivity is not False
+        needing = (self.min_distance, self.max_sensitivity, self.exit_test)
+        return any(guard is not False for guard in needing)
 
     @property
     def selection_keywords(self) -> dict[str, float]:

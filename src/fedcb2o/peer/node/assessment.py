@@ -21,9 +21,8 @@ from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.evaluation.gain import gain_record
 from fedcb2o.federated.evaluation.membership import leakage, sample_losses
 from fedcb2o.federated.evaluation.models import measure_samples, predicted_class
-from fedcb2o.federated.local_update import local_update_
+from fedcb2o.federated.local_update import train_alone_
 from fedcb2o.kernels import dispatch
-from fedcb2o.rng import stream
 from fedcb2o.safe_files import check_regular
 
 BASELINE_FILE = "baseline.safetensors"
@@ -106,15 +105,8 @@ class SelfAssessment:
 
     def _train_alone(self, n: int) -> None:
         """Train the model alone up to round `n`, and keep it."""
-        spec = self.group.spec
-        # A member that trains alone shows its model to no other, and needs no noise.
-        training = spec.training.model_copy(update={"privacy": None})
-        agent = int(self.group.agents[0])
         while self.trained <= n:
-            x, y = self.group.data.training_data(self._members, self.trained)
-            draw = stream(spec.seed, "batches", self.trained, agent)
-            shard = Shard(x[0], y[0])
-            local_update_(self.alone, spec.module, shard, training.in_round(self.trained), draw)
+            train_alone_(self.group, 0, self.trained, self.alone)
             self.trained += 1
         # Kept, because training it again after a restart takes as long as all rounds.
         metadata = {"rounds": str(self.trained), "skipped": str(self.skipped)}
