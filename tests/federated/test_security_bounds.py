@@ -109,6 +109,24 @@ def test_models_like_honest_ones_have_their_share_in_the_mean(draws):
     assert abs(excess) < 5 * math.sqrt(square)
 
 
+@pytest.mark.parametrize("count", [0, 2, 5, 6])
+def test_new_identities_fill_the_places_of_peers_that_are_not_known(count):
+    """With fewer than M known peers, newcomers have M less these; a thousand identities are new."""
+    contacts = ContactTable(
+        Ragged(np.tile(np.arange(count), 100), np.full(100, count)), np.ones(100 * count)
+    )
+    candidates = CandidatePeers.from_lists([np.arange(1_000)], np.zeros(100, np.int64))
+    asked = BATCHED_SELECTION.get(prob_sampling)(
+        contacts,
+        candidates,
+        M,
+        agent_streams(0, "select", 0, agents=range(100)),
+        newcomer_share=DEFAULT_GUARDS.newcomer_share,
+    )
+    new = np.bincount(asked.list_index, weights=asked.values >= count, minlength=100)
+    assert (new == max(math.ceil(0.33 * M), M - count)).all()
+
+
 @pytest.mark.parametrize("draws", [2_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_new_identities_have_at_most_the_places_of_newcomers(draws):
     """Twenty known peers, and a thousand identities that were never asked."""

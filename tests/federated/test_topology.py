@@ -36,6 +36,20 @@ def test_graphs_have_the_declared_links():
     assert lists[7].tolist() == [6, 8, 9, 10, 11]
 
 
+def test_a_random_view_is_a_uniform_list_of_others():
+    view = functools.partial(topology.random_view, size=3)
+    lists = topology.neighbours(view, torch.zeros(400), stream(0, "graph"))
+    known = torch.stack(lists)
+    assert known.shape == (400, 3)
+    assert (known.diff() > 0).all()
+    assert (known != torch.arange(400)[:, None]).all()
+    # The number of agents that know one is binomial, with mean 3.
+    counts = torch.bincount(known.flatten(), minlength=400).double()
+    assert counts.var() == pytest.approx(3, abs=1)
+    with pytest.raises(ConfigError, match="between 1 and 11"):
+        topology.random_view(torch.zeros(12), stream(0, "graph"), size=12)
+
+
 def test_agents_ask_their_neighbours_only(tmp_path):
     ring = tiny(agents={**AGENTS, "graph": "ring"}, algorithm={"name": "dfedavgm"})
     run(ring, out=tmp_path, workers=1)

@@ -310,5 +310,11 @@ def _intersect(
     lists: list[np.ndarray], list_index: np.ndarray, reachable: list[np.ndarray]
 ) -> list[np.ndarray]:
     """Return one list per agent: the ids of its list that it can reach."""
-    chosen = [lists[k] for k in list_index.tolist()]
-    return [ids[np.isin(ids, own)] for ids, own in zip(chosen, reachable, strict=True)]
+    found = []
+    for k, own in zip(list_index.tolist(), reachable, strict=True):
+        ids = lists[k]
+        # A search of the few reachable ones takes no time in proportion to the list.
+        own = np.sort(own)
+        places = ids.searchsorted(own)
+        found.append(own[ids.take(places, mode="clip") == own] if len(ids) else ids)
+    return found

@@ -27,7 +27,15 @@ if TYPE_CHECKING:
 else:
     Graph = Any  # networkx is slow to import, so each function imports it
 
-__all__ = ["erdos_renyi", "random_regular", "ring", "same_cluster", "small_world", "torus"]
+__all__ = [
+    "erdos_renyi",
+    "random_regular",
+    "random_view",
+    "ring",
+    "same_cluster",
+    "small_world",
+    "torus",
+]
 
 _Graph = Callable[[Int[Tensor, " N"], np.random.Generator], Any]
 
@@ -37,6 +45,8 @@ def neighbours(
 ) -> tuple[Int[Tensor, " _k"], ...]:
     """Make a graph on all agents and return the ascending ids that each agent may ask."""
     n = len(cluster)
+    if getattr(graph, "func", graph) is random_view:
+        return tuple(graph(cluster, draw))
     result = validated_graph(graph, graph(cluster.clone(), draw), n)
     # A loop is no link to a peer.
     ids = [sorted(set(result[j]) - {j}) for j in range(n)]
@@ -95,6 +105,28 @@ def random_regular(
             "be even"
         )
     return nx.random_regular_graph(degree, n, seed=_seed(draw))
+
+
+def random_view(
+    cluster: Int[Tensor, " N"], draw: np.random.Generator, *, size: int = 4
+) -> Int[Tensor, "N size"]:
+    """Give each agent a random list of peers; these need not know the agent.
+
+    It is a partial view, without a graph object, which would be too large for 100,000 agents.
+
+    Args:
+        size: Number of peers that an agent knows, from 1 to N - 1.
+
+    Raises:
+        ConfigError: `size` is out of range.
+    """
+    n = len(cluster)
+    _require_between("size", size, 1, n - 1, n)
+    ids = np.empty((n, size), np.int64)
+    for j in range(n):
+        others = np.sort(draw.choice(n - 1, size, replace=False))
+        ids[j] = others + (others >= j)
+    return torch.from_numpy(ids)
 
 
 def erdos_renyi(cluster: Int[Tensor, " N"], draw: np.random.Generator, *, p: float = 0.3) -> Graph:
