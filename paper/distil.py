@@ -12,7 +12,6 @@ Methods are measured next to each other, so that an interrupted measurement has 
 
 import argparse
 import itertools
-import math
 import os
 import tomllib
 from pathlib import Path
@@ -39,7 +38,7 @@ METHODS: dict[str, Changes] = {
     "without interpolation": {"algorithm.guards.interpolation": 1.0},
     "interpolation 0.75": {"algorithm.guards.interpolation": 0.75},
     "without loss_tolerance": {"algorithm.guards.loss_tolerance": False},
-    "without rank_tolerance": {"algorithm.rank_tolerance": math.inf},
+    "without rank_tolerance": {"algorithm.rank_tolerance": False},
     "without label_coverage": {"algorithm.label_coverage": 0.0},
     "without the sub-level set": {"algorithm.beta": 1.0},
     "without G": {"algorithm.alpha": 0.0},

@@ -5,6 +5,8 @@ agent's own model as one of the particles, and with `DEFAULT_GUARDS`. An assay i
 on a sample: each agent tests received models on its own data.
 """
 
+from typing import Literal
+
 from fedcb2o.federated.algorithms._fedcb2o import fedcb2o
 from fedcb2o.federated.guards.checks import Guards
 from fedcb2o.federated.run_spec import Algorithm
@@ -23,7 +25,7 @@ def fedassay(
     alpha: float = 1.0,
     beta: float = 0.5,
     label_coverage: float = 1.0,
-    rank_tolerance: float = 0.1,
+    rank_tolerance: float | Literal[False] = 0.1,
     selection: PluginChoice = "prob_sampling",
     kappa: float = 2.0,
     zeta: float = 0.5,
@@ -42,7 +44,7 @@ def fedassay(
             in its losses, in [0, 1]; 0 for full confidence always. See
             `_fedcb2o.label_confidence`.
         rank_tolerance: Share of the agent's own knowledge, 0 or more, that a model in Q_beta may
-            lack if it is there by its rank alone. See `_fedcb2o.rank_bound`.
+            lack if it is there by its rank alone; false for no bound. See `_fedcb2o.rank_bound`.
         mixing_factor: Share of the consensus point in the new model, above 0 and at most 1.
     """
     algorithm = fedcb2o(

@@ -77,7 +77,7 @@ def fedcb2o(
     delta_q: float | None = None,
     quantile: Literal["plain", "averaged"] | None = None,
     label_coverage: float | None = None,
-    rank_tolerance: float | None = None,
+    rank_tolerance: float | Literal[False] = False,
     own_model: OwnModel = "excluded",
     own_candidate: bool = False,
     selection: PluginChoice = "prob_sampling",
@@ -108,7 +108,7 @@ def fedcb2o(
         label_coverage: Share of the classes, in [0, 1], that an agent's labels must cover for full
             confidence in its losses (`label_confidence`); None for full confidence always.
         rank_tolerance: Share of the agent's own knowledge, 0 or more, that a model in Q_beta may
-            lack if it is there by its rank alone (`rank_bound`); None for no bound.
+            lack if it is there by its rank alone (`rank_bound`); false for no bound.
         own_model: "excluded" leaves the agent's own model out, as in Algorithm 2. "judged"
             evaluates it by the criterion like a peer's model. "trusted" gives it the weight of the
             most trusted peer, as in the released code.
@@ -172,9 +172,9 @@ def _coverage(label_coverage: float | None) -> float:
     return share
 
 
-def _rank_tolerance(share: float | None, beta: float | None) -> float:
-    """Return the valid share of the knowledge; infinity for None."""
-    if share is None:
+def _rank_tolerance(share: float | Literal[False], beta: float | None) -> float:
+    """Return the valid share of the knowledge; infinity for False."""
+    if share is False:
         return math.inf
     if beta is None:
         raise ConfigError(
