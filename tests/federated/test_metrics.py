@@ -69,7 +69,7 @@ def test_agents_together_have_the_metrics_of_agents_alone(count, num_classes, se
     shape = (count, num_classes, num_classes)
     tables = draw.integers(0, 4, shape) * (draw.random((count, num_classes, 1)) < 0.7)
     sources = draw.permutation(num_classes)[: num_classes - 1]
-    goal = AttackGoal(tuple(sources), tuple(draw.permutation(sources)))
+    goal = AttackGoal(tuple(sources.tolist()), tuple(draw.permutation(sources).tolist()))
     scores = [Score(table[None], exact=np.zeros(1)) for table in tables]
     order = draw.permutation(count)
     parts = [EvaluationResult(AgentIds(order[[k]]), scores[k], scores[-1]) for k in range(count)]

@@ -38,7 +38,7 @@ def test_graphs_have_the_declared_links():
 
 def test_a_random_view_is_a_uniform_list_of_others():
     view = functools.partial(topology.random_view, size=3)
-    lists = topology.neighbours(view, torch.zeros(400), stream(0, "graph"))
+    lists = topology.neighbours(view, torch.zeros(400, dtype=torch.int64), stream(0, "graph"))
     known = torch.stack(lists)
     assert known.shape == (400, 3)
     assert (known.diff() > 0).all()
@@ -47,7 +47,7 @@ def test_a_random_view_is_a_uniform_list_of_others():
     counts = torch.bincount(known.flatten(), minlength=400).double()
     assert counts.var() == pytest.approx(3, abs=1)
     with pytest.raises(ConfigError, match="between 1 and 11"):
-        topology.random_view(torch.zeros(12), stream(0, "graph"), size=12)
+        topology.random_view(torch.zeros(12, dtype=torch.int64), stream(0, "graph"), size=12)
 
 
 def test_agents_ask_their_neighbours_only(tmp_path):

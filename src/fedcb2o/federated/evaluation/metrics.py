@@ -18,6 +18,7 @@ from typing import Literal
 
 import numpy as np
 from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
 from torch import Tensor
 
 from fedcb2o.docstrings import share_entries
@@ -377,10 +378,10 @@ def false_positive_share(confusion: Confusion, target: int) -> Shares:
     return _share(confusion[..., target].sum(-1) - confusion[..., target, target], others)
 
 
-def _share(counts: Int[np.ndarray, "*a"], totals: Int[np.ndarray, "*a"]) -> Shares:
+def _share(counts: ArrayLike, totals: ArrayLike) -> Shares:
     """Return counts / totals; NaN for a total of 0."""
     with np.errstate(invalid="ignore"):
-        return np.asarray(np.asarray(counts) / totals)
+        return np.asarray(np.asarray(counts) / np.asarray(totals))
 
 
 @dataclass(frozen=True)
