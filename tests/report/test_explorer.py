@@ -71,16 +71,16 @@ def test_numbers_in_sentences_equal_the_committed_values():
     table = results.regrets_table()
     settings = table[table.index.str.startswith("Settings: ")]
     ahead = settings[results.METHOD].astype(float) - settings["FedCBO"].astype(float)
-    assert ((ahead > 0).sum(), len(ahead)) == (6, 9)
-    assert ahead.max() <= 1 + 1e-9
+    assert ((ahead > 0).sum(), len(ahead)) == (4, 9)
+    assert ahead.max() < 1
     readme = " ".join(results.README.read_text(encoding="utf-8").split())
     answer = results._answer_table(results.grid_results(results.PREREGISTERED))
     verdicts = answer.iloc[:, -1]
     assert set(verdicts[["FLTrust", "FedCBO"]]) == {"undecided", "not worse"}
     assert "without one data set not significantly" in readme
-    assert "in six of nine other settings, by at most a point" in readme
+    assert "in four of nine settings, by less than a point" in readme
     page = " ".join(results.PAGE.read_text(encoding="utf-8").split())
-    assert "the smaller worst regret in six of nine settings, by at most a point" in page
+    assert "the smaller worst regret in four of nine settings, by less than a point" in page
     assert (verdicts == "better").sum() == 5
     assert "from every rival is significant with Letters, and from five of eight without" in page
 
