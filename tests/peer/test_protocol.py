@@ -330,7 +330,7 @@ def test_a_sealed_answer_is_decoded_without_a_copy():
     assert isinstance(answer.body, memoryview)
     assert answer.body.obj is data
     assert answer.body == content
-    for bad in (b"", b"200", b"299\n", b"000\n", b"20\n\n", b"\xff00\n", b" 200\n"):
+    for bad in (b"", b"200", b"206\n", b"299\n", b"000\n", b"20\n\n", b"\xff00\n", b" 200\n"):
         with pytest.raises(MalformedError):
             decode_answer(bad)
 

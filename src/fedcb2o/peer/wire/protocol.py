@@ -394,7 +394,10 @@ def decode_answer(data: BytesLike) -> Answer:
     head = bytes(data[:4])
     if not re.fullmatch(rb"[1-9][0-9]{2}\n", head):
         raise MalformedError("malformed")
-    return Answer(decode_status(int(head)), memoryview(data)[4:])
+    status = decode_status(int(head))
+    if status != int(head):  # 206 is of HTTP's ranges alone
+        raise MalformedError("malformed")
+    return Answer(status, memoryview(data)[4:])
 
 
 def decode_status(code: int) -> AnswerStatus:
