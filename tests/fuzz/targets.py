@@ -329,7 +329,7 @@ def hello(data: bytes) -> None:
     answer = protocol.Answer(protocol.AnswerStatus.OK, signed)
     reply = preflight._decode_reply(answer, NONCE, member, time.time())
     result = preflight._member_result(world().first, member, reply, True, ProbeResult())
-    claim = preflight.describe_relay_version(world().first, reply.content or {})
+    claim = preflight.describe_disagreement(world().first, reply.content or {}, "the relay")
     for shown in (*preflight.format_results([result]), claim):
         assert shown.isprintable()
         assert len(shown) <= MAX_LINE

@@ -43,13 +43,6 @@ def clock(hours: float) -> None:
     identity.datetime = ShiftedDatetime
 
 
-def minor_version(minor: int) -> None:
-    """Run as a release with this minor version of the protocol."""
-    from fedcb2o.peer.node import preflight
-
-    preflight.MINOR_VERSION = minor
-
-
 def slow(seconds: float) -> None:
     """Delay the training of each round by `seconds`."""
     from fedcb2o.peer.node.engine import PeerEngine

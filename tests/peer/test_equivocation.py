@@ -389,7 +389,7 @@ def test_an_incomplete_last_line_of_the_journal_is_dropped(tmp_path):
         assert again.reserve(2, b"c" * 32)
         assert not SigningJournal(tmp_path).reserve(2, b"b" * 32)
     path.write_bytes(b"?" + full[1:])
-    with pytest.raises(RunError, match="damaged in line 1"):
+    with pytest.raises(RunError, match=r"damaged: line 1.*take for fraud"):
         SigningJournal(tmp_path)
 
 

@@ -101,20 +101,6 @@ def test_nodes_recover_from_kills_stops_full_disks_and_wrong_clocks(tmp_path):
         assert check_runs(peers, stopped=[4]) > 0.6
 
 
-@pytest.mark.slow
-def test_members_more_than_one_minor_version_apart_refuse_each_other(tmp_path):
-    """Minor versions 1, 2 and 3: the middle one exchanges models with both others."""
-    changes = {**CHANGES, "rounds": 6, "agents": {"benign": 3, "malicious": 0, "budget": 2}}
-    with nodes(tmp_path, 3, changes=changes, synchronous=True, deadline_seconds=20.0) as peers:
-        for j in range(3):
-            peers.start(j, prepare=partial(faults.minor_version, j + 1))
-        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
-        for j, others in ((0, [1]), (1, [0, 2]), (2, [1])):
-            lines = peers.lines(j)
-            assert [[model["id"] for model in line["received"]] for line in lines] == [others] * 6
-            assert all(line["asked"] == others for line in lines)
-
-
 def start_command(peers: Nodes, j: int, *more: object) -> BaseProcess:
     """Start a node with the command line, as a user does."""
     work = peers.out(j).with_suffix(".log"), *arguments(peers, j), *more

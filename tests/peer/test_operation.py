@@ -29,12 +29,11 @@ from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.peer import Identity, amend_federation, sign_federation, write_federation
 from fedcb2o.peer._backup import back_up, restore
 from fedcb2o.peer.membership import passphrase
-from fedcb2o.peer.node import preflight
 from fedcb2o.peer.node.metrics import NodeMetrics
 from fedcb2o.peer.node.observer import NullObserver
 from fedcb2o.peer.report.round_log import RoundLog
 from fedcb2o.peer.wire.equivocation import SigningJournal
-from fedcb2o.peer.wire.protocol import MINOR_VERSION, Answer, AnswerStatus
+from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.transport import Https
 
 RECORD = {
@@ -308,29 +307,6 @@ def test_log_files_are_rotated(tmp_path, monkeypatch):
     names = sorted(path.name for path in tmp_path.iterdir())
     assert names == ["node.log", *(f"node.log.{k}" for k in range(1, 6))]
     assert (tmp_path / "node.log").read_text().endswith("INFO line 39\n")
-
-
-@pytest.mark.parametrize(
-    ("peer_version", "error", "note"),
-    [
-        ([1, MINOR_VERSION], "", ""),
-        (None, "", ""),
-        ([1, MINOR_VERSION + 1], "", f"protocol 1.{MINOR_VERSION} is used"),
-        ([1, MINOR_VERSION + 2], "update this node's release", ""),
-    ],
-)
-def test_the_lower_of_two_minor_versions_is_used(peer_version, error, note, tmp_path):
-    orgs = members.identities(tmp_path, 2)
-    federation = members.federated(orgs)
-    content = preflight.hello_content(federation, orgs[1])
-    content["protocol"] = peer_version
-    reply = preflight._HelloReply(content)
-    result = preflight._member_result(
-        federation, orgs[1].member, reply, True, preflight.ProbeResult()
-    )
-    assert error in result.error
-    assert bool(result.error) == bool(error)
-    assert note in "; ".join(result.notes)
 
 
 def test_backup_and_restore_errors_name_the_problem(tmp_path):

@@ -160,8 +160,8 @@ def certificate_notes(federation: Federation, identity: Identity) -> list[str]:
     ("claim", "error"),
     [
         ({}, ""),
-        ({"version": 1, "federation": "00"}, "another version 1: compare its file with ours"),
-        ({"version": 0, "federation": "00"}, "version 0 of the federation, and we 1: its operator"),
+        ({"version": 1, "federation": "00"}, "the relay holds another version 1: compare"),
+        ({"version": 0, "federation": "00"}, "version 0 of the federation, and we 1: send"),
         ({"version": 10**99, "federation": "00"}, f"version 1{'0' * 59} of the federation, and"),
         ({"version": "\x1b[2J", "federation": "00"}, "another version 1"),
         ({"run": "00", "federation": "00"}, "holds another federation"),
@@ -175,11 +175,11 @@ def test_another_version_of_a_relay_is_reported(organisations, claim, error):
         "federation": federation.digest.hex(),
         **claim,
     }
-    message = checking.describe_relay_version(federation, content)
+    message = checking.describe_disagreement(federation, content, "the relay")
     assert error in message
     assert bool(message) == bool(error)
     assert message.isprintable()
-    assert checking.describe_relay_version(federation, {}) == ""
+    assert checking.describe_disagreement(federation, {}) == ""
 
 
 def test_differences_in_a_hello_answer_are_reported(tmp_path, exit_stack, monkeypatch):
@@ -197,12 +197,12 @@ def test_differences_in_a_hello_answer_are_reported(tmp_path, exit_stack, monkey
         ({"software": "9.9\x1b[2J" + "x" * 1000}, "", "fedcb2o 9.9?[2Jxxx"),
         (
             {"federation": "00", "version": 2},
-            "it holds version 2 of the federation, and we 1: get its file",
+            "it holds version 2 of the federation, and we 1: get the newer file",
             "",
         ),
         (
             {"federation": "00", "version": 10**99},
-            f"it holds version 1{'0' * 59} of the federation, and we 1: get its file",
+            f"it holds version 1{'0' * 59} of the federation, and we 1: get the newer file",
             "",
         ),
         (

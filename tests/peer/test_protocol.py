@@ -16,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tests.peer.members import federated, identities
 
-from fedcb2o.peer.wire import dialer, http_requests, listener, pace, protocol, server
+from fedcb2o.peer.wire import dialer, http_requests, listener, pace, protocol
 from fedcb2o.peer.wire.protocol import (
     CHUNK_BYTES,
     ZERO_DIGEST,
@@ -587,7 +587,7 @@ def test_documented_limits_match_the_code():
         "bytes of an answer": dialer.MAX_ANSWER_BYTES,
         "chunks of a model": protocol.MAX_CHUNKS,
         "digests next to a manifest": protocol.MAX_DIGESTS,
-        "nonces of a member that are remembered": server.MAX_NONCES,
+        "nonces of a member that are remembered": pace.MAX_NONCES,
     }
     for max_bytes in (protocol.MAX_OFFER_BYTES, protocol.MAX_HELLO_BYTES, CHUNK_BYTES):
         assert 4 + max_bytes <= dialer.MAX_ANSWER_BYTES

@@ -51,14 +51,12 @@ def test_check_compares_the_federation_version_of_the_relay(federation_of_three,
     with Relay(first, keys):
         assert error_of_relay(first) == ""
         assert error_of_relay(second) == (
-            "the relay holds version 1 of the federation, and we 2: its operator starts it again "
-            "with the newer file"
+            "the relay holds version 1 of the federation, and we 2: send it ours"
         )
     with Relay(second, keys):
         assert error_of_relay(second) == ""
         assert error_of_relay(first) == (
-            "the relay holds version 2 of the federation, and we 1: get the newer file from a "
-            "member"
+            "the relay holds version 2 of the federation, and we 1: get the newer file"
         )
     with Relay(second, keys) as relay, mock.patch.object(relay, "_reply", side_effect=ValueError):
         assert (

@@ -9,6 +9,7 @@ from tests.peer.members import federated, identities
 
 from fedcb2o.peer import amend_federation, read_federation, sign_federation, write_federation
 from fedcb2o.peer.wire.equivocation import Ledger
+from fedcb2o.peer.wire.pace import MAX_NONCES
 from fedcb2o.peer.wire.protocol import (
     ZERO_DIGEST,
     Answer,
@@ -20,7 +21,7 @@ from fedcb2o.peer.wire.protocol import (
     decode_manifest,
     decode_offer,
 )
-from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, MAX_NONCES, Server, Snapshot
+from fedcb2o.peer.wire.server import MAX_BUSY_ANSWERS, Server, Snapshot
 
 ME = 0
 
@@ -322,18 +323,6 @@ def test_invalid_requests_get_no_answer(scene, orgs, federation):
     assert newer.status is AnswerStatus.ANOTHER_VERSION
 
 
-def test_an_incompatible_member_gets_hello_only(scene, orgs):
-    server = scene.server()
-    server.publish(scene.snapshot(5))
-    server.incompatible = {1}
-    answer = scene.ask(server, scene.request(RequestKind.MANIFEST))
-    assert (answer.status, answer.body) == (AnswerStatus.ANOTHER_VERSION, b"")
-    hello = scene.request(RequestKind.HELLO, digest=orgs[1].member.key)
-    assert scene.ask(server, hello).status is AnswerStatus.OK
-    server.incompatible = {2}
-    assert scene.ask(server, scene.request(RequestKind.MANIFEST)).status is AnswerStatus.OK
-
-
 def test_requests_of_another_run_do_not_use_up_the_quota(scene, orgs, federation):
     """A member of the other run replays them here. Members of this run are answered as before."""
     server = scene.server(clock=lambda: 0.0)
@@ -363,8 +352,8 @@ def test_nonces_are_remembered_and_bounded(scene):
     server.on_request(first, lambda answer: None)
     assert server.counts.refused["replay"] == 1
     peer = server._quotas[1]
-    assert all(peer.accept_nonce(os.urandom(16)) for _ in range(2 * MAX_NONCES))
-    assert len(peer.nonces) == MAX_NONCES
+    assert all(peer.nonces.accept(os.urandom(16)) for _ in range(2 * MAX_NONCES))
+    assert len(peer.nonces._seen) == MAX_NONCES
 
 
 def test_answers_per_minute_are_limited_for_each_member(scene, federation):
@@ -419,7 +408,7 @@ def test_ten_thousand_requests_are_turned_away_in_bounded_memory(scene, federati
     for _ in range(9800):
         server.on_request(forged, answers.append)
     assert len(answers) == 60 + MAX_BUSY_ANSWERS
-    assert len(server._quotas[1].nonces) == len(answers)
+    assert len(server._quotas[1].nonces._seen) == len(answers)
     assert server.counts.refused["signature"] == 100
     assert server.counts.refused["rate"] == 9900 - 60
     assert scene.ask(server, scene.request(RequestKind.MODEL, 2)).status is AnswerStatus.NOT_HERE

@@ -285,6 +285,10 @@ _REMEDIES = {
     "agents.json": _RERUN_ADVICE,
     "metrics.jsonl": _RERUN_ADVICE,
     "pairs.jsonl": f"`compare` does without it; {_RERUN_ADVICE}",
+    "signed.jsonl": (
+        "restore it, since without it this agent could sign two models for one round, which others "
+        "take for fraud"
+    ),
     "samples.safetensors": "restore it, or remove it to do without pictures",
     "summary.json": _RERUN_ADVICE,
     "sums.json": _RERUN_ADVICE,

@@ -151,13 +151,10 @@ def new_leaf(
     return builder.add_extension(issuer, critical=False).sign(root_key, hashes.SHA256())
 
 
-def validate_root(
-    pem: str, name: str, endpoint: str, *, is_former: bool = False
-) -> x509.Certificate:
+def validate_root(pem: str, name: str, endpoint: str) -> x509.Certificate:
     """Validate a root certificate that another organisation sent.
 
-    `pem` must be the root of exactly this name and host, and nothing else. A former root may sign
-    authorities, so that another one can replace it.
+    `pem` must be the root of exactly this name and host, and nothing else.
     """
     try:
         (root,) = x509.load_pem_x509_certificates(pem.encode())
@@ -189,12 +186,10 @@ def validate_root(
         raise ConfigError(
             f"`root` of {name} is not constrained to exactly this name and the host of {endpoint}"
         )
-    if basic.value.path_length != 0 and not is_former:
+    if basic.value.path_length != 0:
         raise ConfigError(
             f"`root` of {name} may sign authorities, which could carry any member's name (its path "
-            f"length is {basic.value.path_length}, not 0): `fedcb2o peer renew --out` at {name} "
-            "makes another root, and `fedcb2o peer amend` with --replace (or --remove) a version "
-            "of the federation without this one"
+            f"length is {basic.value.path_length}, not 0): make another identity"
         )
     return root
 

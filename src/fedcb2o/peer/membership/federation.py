@@ -294,8 +294,7 @@ def read_federation(
         path: The file.
         allowed_functions: Functions outside fedcb2o ("package.module:function") that it may name.
             A file that names others can be read and signed, but has no `experiment`.
-        allow_unsigned: The last version may lack signatures, and have roots that a later version
-            must replace.
+        allow_unsigned: The last version may lack signatures.
         check_experiment: Check the experiment's settings, which takes PyTorch. A program that only
             signs versions or passes messages on does not need them.
 
@@ -479,8 +478,6 @@ def amend_federation(
         raise ConfigError("the new version would be the same as the last one")
     versions = (*federation.versions, {"members": remaining})
     amended = _with_versions(federation, *versions)
-    # A version without enough signatures may keep a former root, but a new one must not add one.
-    _check_roots(amended)
     # Other graphs may not allow every number of agents.
     if "graph" in federation.settings.agents:
         from fedcb2o.peer.membership._agreed_experiment import check_topology  # needs PyTorch
@@ -515,10 +512,6 @@ def sign_federation(
         raise ConfigError(
             f"{path} is version 1, which needs no signature: running with it is agreement"
         )
-    try:
-        _check_roots(federation)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from error
     version = federation.versions[-1]
     for other in merge:
         copy = read_federation(other, allow_unsigned=True, check_experiment=False)
@@ -531,12 +524,6 @@ def sign_federation(
     signed = _with_versions(federation, *federation.versions[:-1], version.model_dump())
     write_federation(signed, path)
     return signed
-
-
-def _check_roots(federation: Federation) -> None:
-    """Raise ConfigError if the root of a present member may sign authorities."""
-    for member in federation.members.values():
-        member.check_root()
 
 
 def _with_versions(federation: Federation, *versions: Any) -> Federation:
@@ -571,8 +558,6 @@ def validated_federation(
         chain.validate_versions(versions, federation._members, federation._digests)
         signed = versions[:-1] if allow_unsigned else versions
         chain.validate_signatures(signed, federation._members)
-        if not allow_unsigned:
-            _check_roots(federation)
         # A file that names other functions can be read and signed, but has no experiment.
         if check_experiment and not set(federation.user_functions) - federation.allowed_functions:
             federation.experiment  # noqa: B018

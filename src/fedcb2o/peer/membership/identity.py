@@ -13,7 +13,7 @@ import re
 import shutil
 import tempfile
 from collections.abc import Mapping
-from dataclasses import InitVar, dataclass, field
+from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -121,7 +121,6 @@ class Member:
         endpoint: "HOST:PORT" at which others reach it.
         key: Public Ed25519 key, 32 bytes.
         root: Root certificate as PEM.
-        allow_former_root: Accept a root that may sign authorities, so that it can be replaced.
 
     Raises:
         ConfigError: The values cannot be those of a member.
@@ -131,9 +130,8 @@ class Member:
     endpoint: str
     key: bytes
     root: str
-    allow_former_root: InitVar[bool] = False
 
-    def __post_init__(self, allow_former_root: bool) -> None:
+    def __post_init__(self) -> None:
         _check_name(self.name)
         endpoint = certificates.canonical_endpoint(self.endpoint)
         object.__setattr__(self, "endpoint", endpoint)
@@ -144,7 +142,7 @@ class Member:
             raise ConfigError(
                 f"`key` of {self.name} is one under which anybody can sign: make another identity"
             )
-        self.check_root(allow_former=allow_former_root)
+        certificates.validate_root(self.root, self.name, self.endpoint)
 
     @property
     def is_outbound_only(self) -> bool:
@@ -160,17 +158,6 @@ class Member:
     def expires(self) -> datetime:
         """Expiry of the root; a new version must replace it before."""
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
-
-    def check_root(self, *, allow_former: bool = False) -> None:
-        """Check that the root is that of this member, and signs no authorities.
-
-        Args:
-            allow_former: Accept a root that may sign authorities.
-
-        Raises:
-            ConfigError: It is another one.
-        """
-        certificates.validate_root(self.root, self.name, self.endpoint, is_former=allow_former)
 
     def check_not_expired(self, now: datetime | None = None) -> None:
         """Check that the root has not expired.
@@ -206,8 +193,7 @@ class Member:
 
         Args:
             path: The file.
-            allow_expired: Accept a root that has to be replaced, because it has expired or may
-                sign authorities.
+            allow_expired: Accept a root that has expired, so that it can be replaced.
 
         Returns:
             The member.
@@ -217,7 +203,7 @@ class Member:
         """
         try:
             table = read_bounded_toml(path, _MAX_MEMBER_FILE_BYTES)
-            member = cls.from_table(table, allow_former_root=allow_expired)
+            member = cls.from_table(table)
             if not allow_expired:
                 member.check_not_expired()
         except (OSError, ValueError) as error:
@@ -226,12 +212,11 @@ class Member:
         return member
 
     @classmethod
-    def from_table(cls, table: Mapping[str, Any], *, allow_former_root: bool = False) -> "Member":
+    def from_table(cls, table: Mapping[str, Any]) -> "Member":
         """Parse a table of four texts.
 
         Args:
             table: The keys `name`, `endpoint`, `key` (base64) and `root` (PEM).
-            allow_former_root: Accept a root that may sign authorities.
 
         Returns:
             The member.
@@ -260,7 +245,7 @@ class Member:
         if base64.b64encode(public).decode() != table["key"]:
             raise ConfigError("`key` of a member must be base64 in canonical form")
         name, endpoint, root = table["name"], table["endpoint"], table["root"]
-        return cls(name, endpoint, public, root, allow_former_root)
+        return cls(name, endpoint, public, root)
 
     def to_table(self) -> dict[str, str]:
         """Return this member as a table of texts.
@@ -466,7 +451,6 @@ class Identity:
             raise ConfigError(f"{path} is not signed by root.pem: {remedy}") from error
 
         now = datetime.now(UTC)
-        self.member.check_root()
         self.member.check_not_expired(now)
         if now >= certificate.not_valid_after_utc:
             expiry = _format_time(certificate.not_valid_after_utc)

@@ -68,10 +68,7 @@ class Version(Section):
 
 
 def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
-    """Parse the members of each version by ascending id.
-
-    A root that a later version replaces may have the form of former roots.
-    """
+    """Parse the members of each version by ascending id."""
     # Most members stay from version to version.
     cache: dict[_MemberEntry, Member] = {}
     parsed = []
@@ -81,7 +78,7 @@ def parse_members(versions: Sequence[Version]) -> tuple[MembersById, ...]:
             if entry not in cache:
                 try:
                     table = entry.model_dump(exclude={"id"})
-                    cache[entry] = Member.from_table(table, allow_former_root=True)
+                    cache[entry] = Member.from_table(table)
                 except ConfigError as error:
                     raise ConfigError(f"version {number}, agent {entry.id}: {error}") from error
             members[entry.id] = cache[entry]

@@ -228,8 +228,6 @@ class Node:
                 self._stop,
                 self._on_removal,
             )
-            # One set, which the monitor changes.
-            server.incompatible = client.incompatible
             # After a restart too, a peer's older models are refused.
             client.last_rounds.update(self._last_received_rounds())
             publisher = ModelPublisher(

@@ -2,16 +2,14 @@
 
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from typing import Any
 
 from fedcb2o.errors import RemovedError
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.node.observer import NodeObserver
-from fedcb2o.peer.node.preflight import describe_disagreement, describe_version_gap
+from fedcb2o.peer.node.preflight import describe_disagreement
 from fedcb2o.peer.wire.client import HELLO_SECONDS, PeerClient, StoppedError
 from fedcb2o.peer.wire.patience import Credit
 from fedcb2o.peer.wire.probe import probe_member
@@ -45,8 +43,6 @@ class PeerMonitor:
         self.agent_id = self.client.agent_id
         self._ahead = Credit(self.federation.deadline_seconds)  # for members that are behind
         self._refusing = set[int]()
-        self._compared = set[int]()  # members with a link whose version of the protocol is known
-        self._comparing = set[int]()  # members whose answer is awaited
         self._next_probe = time.monotonic() + _FIRST_PROBE_SECONDS
 
     @property
@@ -63,40 +59,12 @@ class PeerMonitor:
         """Return the members that may be asked in a round, by ascending id.
 
         In a synchronous federation these are all other members, otherwise the reachable ones that
-        did not delay recent rounds. Members whose protocol is more than one minor version apart are
-        never asked.
+        did not delay recent rounds.
         """
-        self._compare_new_links()
-        incompatible = self.client.incompatible
         if self.federation.synchronous:
             # With absent ones, which the round waits for.
-            return sorted(self.other_members - incompatible)
-        return sorted(self.reachable() - incompatible - self.client.backoff.suspended(n))
-
-    def _compare_new_links(self) -> None:
-        """Ask members with a new link for their version of the protocol, in the background."""
-        linked = self.transport.connected_peers() & self.federation.members.keys()
-        # A member that comes back may run another release.
-        self._compared &= linked
-        for i in linked - self._compared:
-            self.client.ask_in_background(i, self._comparing, partial(self._compare_version, i))
-
-    def _compare_version(self, i: int) -> None:
-        content = self.client.hello(i, HELLO_SECONDS)
-        # Otherwise it is asked again in the next round.
-        if content is not None:
-            self._note_version(i, content)
-
-    def _note_version(self, i: int, content: Mapping[str, Any]) -> None:
-        """Refuse a member's models if its protocol is too far apart, and tell the operator."""
-        self._compared.add(i)
-        gap = describe_version_gap(self.federation, content)
-        if gap and i not in self.client.incompatible:
-            self.observer.on_note(f"{self.federation.members[i].name}: {gap}")
-        if gap:
-            self.client.incompatible.add(i)
-        else:
-            self.client.incompatible.discard(i)
+            return sorted(self.other_members)
+        return sorted(self.reachable() - self.client.backoff.suspended(n))
 
     def audit(self, n: int, asked: Collection[int]) -> None:
         """Ask the reachable members that are not asked for models for their manifests.
@@ -145,10 +113,7 @@ class PeerMonitor:
         with ThreadPoolExecutor(len(ids) or 1) as pool:
             contents = pool.map(lambda i: self.client.hello(i, HELLO_SECONDS), ids)
             for i, content in zip(ids, contents, strict=True):
-                if content is None:
-                    continue
-                self._note_version(i, content)
-                if error := describe_disagreement(self.federation, content):
+                if content and (error := describe_disagreement(self.federation, content)):
                     self.observer.on_note(f"{members[i].name}: {error}")
 
     def probe_unreachable(self, identity: Identity) -> None:

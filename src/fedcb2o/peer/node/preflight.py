@@ -40,8 +40,6 @@ _MAX_CLOCK_OFFSET_SECONDS = 60.0
 """Difference of two clocks from which it is reported."""
 _EXPIRY_WARNING_DAYS = 30
 """Remaining validity of a certificate below which its renewal is recommended."""
-_MAX_MINOR_VERSION = 10_000
-"""Minor version above which a member's claim is cut."""
 _MAX_SHOWN_KEYS = 5
 """Number of differing keys that are named."""
 
@@ -170,30 +168,11 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
             notes = _describe_expiry(mailbox.expires) if mailbox.expires else ()
         if relayed.removal:
             return CheckResult(mailbox.relay.name, f"it refuses {identity.member.name}", notes)
-        error = relayed.error or describe_relay_version(federation, mailbox.federation())
+        error = relayed.error or describe_disagreement(
+            federation, mailbox.federation(), "the relay"
+        )
         return CheckResult(mailbox.relay.name, error, notes)
     return CheckResult("relay", relayed.error, ("a folder",))
-
-
-def describe_relay_version(federation: Federation, content: Mapping[str, Any]) -> str:
-    """Compare the version of the federation that a relay claims with ours.
-
-    The claim is not trusted, and empty if the relay makes none. The difference is returned with its
-    repair; an empty text if there is none.
-    """
-    if not content or content.get("federation") == federation.digest.hex():
-        return ""
-    if content.get("run") != federation.run.hex():
-        return "the relay holds another federation: its operator starts it again with our file"
-    theirs = content.get("version")
-    own = federation.version
-    if isinstance(theirs, int) and theirs != own:
-        cure = "get the newer file from a member"
-        if theirs < own:
-            cure = "its operator starts it again with the newer file"
-        version = _printable_ascii(theirs)
-        return f"the relay holds version {version} of the federation, and we {own}: {cure}"
-    return f"the relay holds another version {own}: compare its file with ours"
 
 
 def format_results(results: list[CheckResult]) -> list[str]:
@@ -370,39 +349,7 @@ def _member_result(
         direction = "ahead of" if offset > 0 else "behind"
         clock = f"its clock is {abs(offset):.0f} s {direction} ours: set the one that is wrong"
         notes = (clock, *notes)
-    disagreement = describe_disagreement(federation, reply.content)
-    gap = describe_version_gap(federation, reply.content)
-    minor = _minor_version(reply.content)
-    if minor != MINOR_VERSION and not gap:
-        common = min(minor, MINOR_VERSION)
-        notes = (*notes, f"protocol {federation.protocol}.{common} is used with it")
-    return CheckResult(member.name, disagreement or gap, notes)
-
-
-def describe_version_gap(federation: Federation, content: Mapping[str, Any]) -> str:
-    """Compare a member's version of the protocol with ours.
-
-    The refusal is returned with its repair; an empty text within one minor version.
-    """
-    minor = _minor_version(content)
-    # Members update one after the other, and train meanwhile.
-    if abs(minor - MINOR_VERSION) <= 1:
-        return ""
-    older = "its release" if minor < MINOR_VERSION else "this node's release"
-    protocol = federation.protocol
-    return (
-        f"it has protocol {protocol}.{minor}, and we {protocol}.{MINOR_VERSION}: neither takes "
-        f"models of the other, as more than one minor version is between them; update {older}"
-    )
-
-
-def _minor_version(content: Mapping[str, Any]) -> int:
-    """Return the minor version of the protocol that a member speaks; ours if it does not say."""
-    protocol = content.get("protocol")
-    if isinstance(protocol, list) and len(protocol) == 2 and isinstance(protocol[1], int):
-        # A member may claim any number, with any number of digits.
-        return max(0, min(protocol[1], _MAX_MINOR_VERSION))
-    return MINOR_VERSION
+    return CheckResult(member.name, describe_disagreement(federation, reply.content), notes)
 
 
 def _describe_unreadable(member: Member, reason: str) -> str:
@@ -422,40 +369,41 @@ def _describe_unreadable(member: Member, reason: str) -> str:
     )
 
 
-def describe_disagreement(federation: Federation, content: Mapping[str, Any]) -> str:
-    """Compare a member's federation with ours.
+def describe_disagreement(
+    federation: Federation, content: Mapping[str, Any], holder: str = "it"
+) -> str:
+    """Compare the federation that a member or a relay claims to hold with ours.
 
-    The difference is returned with its repair; an empty text if there is none.
+    The difference is returned with its repair; an empty text if there is none, or no claim.
     """
-    if content.get("federation") == federation.digest.hex():
+    if not content or content.get("federation") == federation.digest.hex():
         return ""
     if content.get("run") != federation.run.hex():
-        return _describe_other_run(federation, content.get("keys"))
+        return f"{holder} holds another federation, {_describe_keys(federation, content)}"
 
     theirs = content.get("version")
     own = federation.version
-    held = f"it holds version {_printable_ascii(theirs)} of the federation"
+    held = f"{holder} holds version {_printable_ascii(theirs)} of the federation"
     if isinstance(theirs, int) and theirs < own:
         return f"{held}, and we {own}: send it ours"
     # The file is sent to former members only.
     if isinstance(theirs, int) and theirs > own and "file" in content:
         return f"{held}, in which we are removed or changed"
     if isinstance(theirs, int) and theirs > own:
-        return f"{held}, and we {own}: get its file"
-    return f"it holds another version {own}: compare the two files and their signatures"
+        return f"{held}, and we {own}: get the newer file"
+    return f"{holder} holds another version {own}: compare the two files and their signatures"
 
 
-def _describe_other_run(federation: Federation, keys: object) -> str:
+def _describe_keys(federation: Federation, content: Mapping[str, Any]) -> str:
+    """Name the first keys that differ in the file of another federation."""
+    keys = content.get("keys")
     hashes = keys if isinstance(keys, dict) else {}
     hashes = {key: text for key, text in hashes.items() if isinstance(text, str)}
     differing = federation.differing_keys(hashes)
     names = ", ".join(_printable_ascii(key) for key in differing[:_MAX_SHOWN_KEYS])
     num_more = len(differing) - _MAX_SHOWN_KEYS
     more = f" and {num_more} more" if num_more > 0 else ""
-    return (
-        f"it holds another federation, differing in {names or 'no key that it reports'}{more}: "
-        "send one file to all"
-    )
+    return f"differing in {names or 'no key that it reports'}{more}: send one file to all"
 
 
 def _describe_software(content: Mapping[str, Any]) -> str:

@@ -53,9 +53,9 @@ _GRACE_SECONDS = 0.5  # time after the deadline to check models that have arrive
 _WITNESS_SECONDS = 2.0  # time for an answer to WITNESS
 _AUDIT_SECONDS = 5.0  # time for an answer to MANIFEST alone
 _MAX_AUDITS = 32  # members that are asked for a manifest alone, per round
+_MAX_DOWNLOADS = 2**15
 _MAX_FILES = 3  # of one member, which must hold a later version of the federation
 _LATE, _NO_ANSWER, _MOVED_ON, _EQUIVOCATION = "late", "no answer", "not here", "equivocation"
-_INCOMPATIBLE = AnswerStatus.ANOTHER_VERSION.label
 FAILED = "failed"  # an unexpected error: a peer never breaks a round
 NOT_YET = "not yet"
 _RETRIABLE_REASONS = (_NO_ANSWER, NOT_YET, "busy")  # of a missing model, which may soon be gone
@@ -91,8 +91,7 @@ class PeerClient:
 
     `last_rounds` has the round of the last manifest accepted from each peer; older ones are
     refused. `announced_rounds` has the round that each peer announced last, by a manifest or a
-    hello, and `announcement_times` its monotonic time. Nothing proves it. Members in `incompatible`
-    have a protocol that is more than one minor version apart.
+    hello, and `announcement_times` its monotonic time. Nothing proves it.
     """
 
     federation: Federation
@@ -111,10 +110,11 @@ class PeerClient:
         self.announcement_times: dict[int, float] = {}
         self.backoff = Backoff()
         self.patience = Patience()
-        self.incompatible: set[int] = set()
         self.received_bytes = 0
         self.has_logged_error = False
         self.lock = threading.Lock()
+        # As many threads as downloads, of which late ones outlast their round.
+        self.pool = ThreadPoolExecutor(_MAX_DOWNLOADS, "download")
         self._audited: set[int] = set()  # peers whose answer to an audit is awaited
         self._inquired: set[int] = set()  # peers whose answer to HELLO is awaited
         self._files_read = Counter[int]()
@@ -341,15 +341,12 @@ class _PeerSession:
         if manifest is None:
             return reason
 
-        client.ledger.record(signed)
+        client.ledger.record(signed, manifest)
         client.note_manifest(self.peer, manifest.round)
         # A member may claim any digests, and each question for them costs a request.
         self._fetch_witnesses(client.ledger.find_conflicts(digests)[:_MAX_WITNESSES])
         if self.peer in client.ledger.equivocators:
             return _EQUIVOCATION
-        # The manifest of such a peer still counts as evidence of equivocation.
-        if self.peer in client.incompatible:
-            return _INCOMPATIBLE
         return manifest
 
     def _fetch_witnesses(self, conflicts: Collection[protocol.ManifestDigest]) -> None:
@@ -392,8 +389,6 @@ class _Exchange:
         start = time.monotonic()
         self.client.patience.earn(start, self.seconds)
         self.rules = Wait(self.client.patience, start, start + self.seconds, self.free_until)
-        num_threads = len(self.rows) + min(len(self.rows), len(self.spares))
-        self.pool = ThreadPoolExecutor(num_threads, thread_name_prefix="download")
         self.downloads = dict[int, _ModelDownload]()
         for peer, row in self.rows.items():
             self._submit(peer, row)
@@ -401,7 +396,7 @@ class _Exchange:
     def _submit(self, peer: int, row: Float[Tensor, " d"]) -> None:
         download = _ModelDownload(self.client, peer, self.rules.deadline, self.n, row)
         self.downloads[peer] = download
-        download.future = self.pool.submit(download.run)
+        download.future = self.client.pool.submit(download.run)
 
     def wait(self) -> None:
         """Wait until all models arrived, or the round goes on without the missing ones."""
@@ -495,10 +490,9 @@ class _Exchange:
 
     def close(self) -> None:
         """Write nothing from now on."""
+        # The threads end at their deadline, for which no round should wait.
         for download in self.downloads.values():
             download.cancel()
-        # The threads end at their deadline, for which no round should wait.
-        self.pool.shutdown(wait=False, cancel_futures=True)
 
 
 @dataclass(eq=False)

@@ -40,7 +40,6 @@ from fedcb2o.peer.wire.tls import client_context, close_wrapped, remote_member
 
 LEASE_SECONDS = 10.0  # time without a sign of life after which a member is not connected
 _HEARTBEAT_SECONDS = 2.5
-_POLL_SECONDS = 0.25
 MAX_ANSWER_BYTES = 2**21  # largest accepted answer: a chunk of a model, or the longest manifest
 MAX_REQUESTS = 6  # questions to one member at once; further ones wait
 CONNECT_SECONDS = 4.0  # time to open a connection
@@ -298,7 +297,7 @@ class Dialer:
                 return
             self.is_connected = True
             seconds = LEASE_SECONDS - _HEARTBEAT_SECONDS
-            if self._is_lost(self._control.socket, time.monotonic() + _HEARTBEAT_SECONDS):
+            if self._is_lost(self._control.socket):
                 return
 
     def _check(self, connection: ssl.SSLSocket) -> None:
@@ -306,21 +305,18 @@ class Dialer:
         _, expires = remote_member(connection, [self._member])
         self._expires = expires.timestamp()
 
-    def _is_lost(self, sock: socket.socket | None, end: float) -> bool:
+    def _is_lost(self, sock: socket.socket | None) -> bool:
         """Wait; return True if the member closes its connection, or does not end its answers."""
         if sock is None:
             return True
         readable = select.poll()
         readable.register(sock, select.POLLIN)
-        while time.monotonic() < end and not self._stopped.is_set():
-            # Nothing is to be read between two answers.
-            if readable.poll(1000 * _POLL_SECONDS):
-                return True
-            with self._lock:
-                oldest = min((one.end for one in self._open), default=end)
-            if time.monotonic() > oldest + LEASE_SECONDS:
-                return True
-        return False
+        # Nothing is to be read between two answers. `stop` shuts the socket down.
+        if readable.poll(1000 * _HEARTBEAT_SECONDS):
+            return True
+        with self._lock:
+            oldest = min((one.end for one in self._open), default=math.inf)
+        return time.monotonic() > oldest + LEASE_SECONDS
 
     def _disconnect(self) -> None:
         """Close all connections, and end the questions on them."""

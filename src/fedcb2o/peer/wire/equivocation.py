@@ -44,7 +44,6 @@ from fedcb2o.peer.wire.protocol import (
     verify_member_manifest,
 )
 from fedcb2o.records._files import fsync, write_error
-from fedcb2o.safe_files import open_regular
 
 _EXTRA_ROUNDS = 8  # manifests of each agent that are kept beyond the lag, whatever their size
 _HELD_BYTES = 2**20  # further manifests of each agent
@@ -181,13 +180,14 @@ class Ledger:
         with self._lock:
             return frozenset(self._proofs)
 
-    def record(self, signed: bytes) -> Proof | None:
+    def record(self, signed: bytes, verified: Manifest | None = None) -> Proof | None:
         """Keep a manifest that came from the agent that signed it; ignore an invalid one.
 
+        `verified` is the manifest in it, if its signature was verified already.
         The proof is returned if the agent signed another one for this round. The manifests of the
         highest rounds stay: `lag` + 8 of each agent, and as many more as have 1 MiB together.
         """
-        _, manifest = verify_member_manifest(signed, self._federation)
+        manifest = verified or verify_member_manifest(signed, self._federation)[1]
         # Rounds after the end would only displace manifests that matter.
         if manifest is None or manifest.round >= self._federation.rounds:
             return None
@@ -312,25 +312,12 @@ class SigningJournal:
         self.suspension = ""
         self._signed: dict[int, bytes] = {}
         self._size = 0  # of the complete lines; a partial last line is overwritten
-        try:
-            content = b""
-            if os.path.lexists(self._path):
-                with open_regular(self._path) as file:
-                    content = file.read()
-        except OSError as error:
-            raise RunError(f"cannot read {self._path}: {error.strerror or error}") from error
-        for number, line in enumerate(content.splitlines(keepends=True), start=1):
-            if not line.endswith(b"\n"):
-                break
-            try:
-                entry = json.loads(line)
-                self._signed[int(entry["round"])] = bytes.fromhex(entry["digest"])
-            except (ValueError, KeyError, TypeError, RecursionError) as error:
-                raise RunError(
-                    f"{self._path} is damaged in line {number}: restore it, since without it this "
-                    "agent could sign two models for one round, which others take for fraud"
-                ) from error
-            self._size += len(line)
+        for line, entry in records.read_lines(self._path):
+            with suppress(ValueError, KeyError, TypeError):
+                self._signed[entry["round"]] = bytes.fromhex(entry["digest"])
+                self._size += len(line)
+                continue
+            raise records.damaged_error(self._path, f"round {entry['round']} has no digest")
 
     @property
     def is_complete(self) -> bool:

@@ -109,23 +109,22 @@ class RequestParser:
         if len(length) > 10 or int(length) > self._max_body:
             raise RefusedError(413, "the body is too long")
 
-    def answer_head(self, code: int, headers: Sequence[tuple[str, str]], length: int) -> bytes:
-        """Return the head of the answer, whose body has `length` bytes."""
+    def answer(
+        self, code: int, headers: Sequence[tuple[str, str]], body: BytesLike
+    ) -> tuple[bytes, bool]:
+        """Return the head of an answer, and whether another request may follow its body."""
         kind = "application/problem+json" if code >= 400 else "application/octet-stream"
-        common = {"content-length": str(length), "cache-control": "no-store", "content-type": kind}
+        common = {"content-length": str(len(body)), "cache-control": "no-store"}
         response = h11.Response(
             status_code=code,
             reason=HTTPStatus(code).phrase.encode(),
-            headers=[*{**common, **dict(headers)}.items()],
+            headers=[*{**common, "content-type": kind, **dict(headers)}.items()],
         )
-        return self._connection.send(response) or b""
-
-    def end_answer(self, body: BytesLike) -> bool:
-        """Count the body as sent; return True if another request may follow."""
+        head = self._connection.send(response) or b""
         if body:
             self._connection.send_with_data_passthrough(h11.Data(data=body))  # type: ignore[arg-type]
         self._connection.send(h11.EndOfMessage())
-        if self._connection.our_state is not h11.DONE:
-            return False
-        self._connection.start_next_cycle()
-        return True
+        may_follow = self._connection.our_state is h11.DONE
+        if may_follow:
+            self._connection.start_next_cycle()
+        return head, may_follow

@@ -47,6 +47,7 @@ HANDSHAKE_SECONDS = 10.0  # time for TLS and the first request together
 IDLE_SECONDS = 60.0  # time for each further request, counted from the answer before it
 SEND_SECONDS = 120.0  # time to send each MiB of an answer: with seven others before it, at 70 kB/s
 _PIECE_BYTES = 2**20
+_SHORT_BYTES = 2**16
 _RECORD_BYTES = 2**14
 _RECORDS_PER_TURN = 16
 _DISCARDED_BYTES = 2**16
@@ -153,13 +154,12 @@ class _Connection:
     def start_answer(self, code: int, headers: Sequence[tuple[str, str]], body: BytesLike) -> None:
         """Put an answer into pieces to send."""
         view = memoryview(body)
-        head = self.parser.answer_head(code, headers, len(view))
-        # A short answer is one record of TLS.
-        first = view[: max(0, _RECORD_BYTES - len(head))]
+        head, self.may_ask_again = self.parser.answer(code, headers, view)
+        # A short answer is sent at once.
+        first = view[:_SHORT_BYTES]
         self.unsent.append(memoryview(b"".join((head, first))))
         starts = range(len(first), len(view), _PIECE_BYTES)
         self.unsent.extend(view[start : start + _PIECE_BYTES] for start in starts)
-        self.may_ask_again = self.parser.end_answer(view)
         self.is_asking = False
 
     def send_piece(self) -> bool:

@@ -1,4 +1,4 @@
-"""Pace of one member's requests."""
+"""Pace and nonces of one member's requests."""
 
 import threading
 import time
@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 REQUEST_BURST = 2048  # requests of one member that are read at once
 REQUESTS_PER_SECOND = 400  # requests of one member that are read later
+MAX_NONCES = 2048  # remembered, of one member
 
 
 class Pace:
@@ -50,3 +51,19 @@ class Pace:
         may_handle = self.left() >= 1
         self.spend(may_handle)
         return may_handle
+
+
+class Nonces:
+    """The last nonces of one member, by which a repeated request is recognised."""
+
+    def __init__(self) -> None:
+        self._seen: dict[bytes, None] = {}  # the oldest first
+
+    def accept(self, nonce: bytes) -> bool:
+        """Remember a nonce; return False if it was used before."""
+        if nonce in self._seen:
+            return False
+        self._seen[nonce] = None
+        if len(self._seen) > MAX_NONCES:
+            del self._seen[next(iter(self._seen))]
+        return True

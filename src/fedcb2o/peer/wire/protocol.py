@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from functools import partial
+from functools import cached_property, partial
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias
 
@@ -139,7 +139,7 @@ class Manifest:
         head = _MANIFEST.pack(_MAGIC, _VERSION, _MANIFEST_TYPE, *values, len(self.chunks))
         return head + b"".join(self.chunks)
 
-    @property
+    @cached_property
     def digest(self) -> bytes:
         """SHA-256 of the body, which identifies the manifest."""
         return hashlib.sha256(self.body).digest()

@@ -13,7 +13,7 @@ import re
 import tempfile
 import threading
 import time
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -35,7 +35,7 @@ from fedcb2o.peer.wire.mailbox import (
     join_messages,
     read_signed_target,
 )
-from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.pace import Nonces, Pace
 from fedcb2o.peer.wire.protocol import BytesLike, Responder
 from fedcb2o.peer.wire.sealing import CARD_BYTES
 from fedcb2o.peer.wire.transport import federation_state
@@ -46,7 +46,6 @@ _MAX_BOXES = 4  # boxes of one member, one for each of its processes
 _MAX_WAITING = 4  # requests of one member; further ones get a reply at once
 _CARDS_SECONDS = 0.02  # age at which cards are read again
 _MAX_CONNECTIONS = 32  # connections of one member; the newest remain
-_MAX_NONCES = 2**11  # remembered nonces of one member
 # A request takes about a millisecond, so that one member takes at most a sixth of a processor.
 _BURST, _PER_SECOND = 512, 150.0  # requests of one member: at once, and later
 _FORMER_BURST, _FORMER_PER_SECOND = 4, 1.0  # the same of one former member
@@ -111,7 +110,7 @@ class Relay(Closeable):
         self._file = file_content(federation)
         self._state = federation_state(federation)
         self._boxes: dict[str, dict[str, None]] = {name: {} for name in names}
-        self._nonces = defaultdict[bytes, deque[bytes]](lambda: deque(maxlen=_MAX_NONCES))
+        self._nonces = defaultdict[bytes, Nonces](Nonces)
         self._waiting = Counter[str]()  # requests that wait for messages, by member
         # Sizes of stored messages by box and sender, read from the folder between two takes.
         self._sizes: dict[str, dict[str, int]] = {}
@@ -175,10 +174,9 @@ class Relay(Closeable):
             return None
         key, nonce, message, signature = signed
         member = self._members.get(key) or self._former.get(key)
-        if member is None or nonce in self._nonces[key] or not member.verify(message, signature):
+        if member is None or not member.verify(message, signature):
             return None
-        self._nonces[key].append(nonce)
-        return member
+        return member if self._nonces[key].accept(nonce) else None
 
     def _on_presence(self, name: str, is_connected: bool) -> None:
         if name in self._boxes:

@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from fedcb2o.peer.membership.federation import Federation, file_content
 from fedcb2o.peer.membership.identity import Identity, Member
 from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.pace import Pace
+from fedcb2o.peer.wire.pace import Nonces, Pace
 from fedcb2o.peer.wire.protocol import (
     MAX_HELLO_BYTES,
     REQUEST_CONTEXT,
@@ -41,7 +41,6 @@ from fedcb2o.peer.wire.protocol import (
 from fedcb2o.peer.wire.transport import Reply
 
 MAX_BUSY_ANSWERS = 16  # answers to one member that it asks too often, until it has asked less
-MAX_NONCES = 2048  # remembered, of one member
 _JSON = (("content-type", "application/json"),)
 _FOREIGN_PER_MINUTE = 60
 """Answers to a member's requests of other runs, and to all requests with another version together.
@@ -86,24 +85,15 @@ class _ClientQuota:
     """One member's use of the limits."""
 
     pace: Pace  # of answers; BUSY ones beyond the limit make it negative
-    nonces: dict[bytes, None] = field(default_factory=dict)  # the oldest first
-
-    def accept_nonce(self, nonce: bytes) -> bool:
-        """Remember a nonce; return False if it was used before."""
-        if nonce in self.nonces:
-            return False
-        self.nonces[nonce] = None
-        if len(self.nonces) > MAX_NONCES:
-            del self.nonces[next(iter(self.nonces))]
-        return True
+    nonces: Nonces = field(default_factory=Nonces)
 
 
 @dataclass(eq=False)
 class Server:
     """Server of one agent's description, last two snapshots and received manifests.
 
-    `hello_content` returns this agent's description of itself. Members in `incompatible` get only
-    this. Requests may come from several threads.
+    `hello_content` returns this agent's description of itself. Requests may come from several
+    threads.
     """
 
     federation: Federation
@@ -116,7 +106,6 @@ class Server:
 
     def __post_init__(self) -> None:
         federation = self.federation
-        self.incompatible: Collection[int] = ()
         self._ids = {member.key: id for id, member in federation.members.items()}
         self._former_members = {member.key: member for _, member in federation.former_members()}
         # The newest first, with other snapshots for some members.
@@ -151,7 +140,7 @@ class Server:
         """
         if overrides is None:
             # The ledger finds another user of the same key.
-            self.ledger.record(snapshot.manifest)
+            self.ledger.record(snapshot.manifest, snapshot.decoded_manifest)
         published = ((snapshot, dict(overrides or {})), *self._published)
         rounds = {entry.decoded_manifest.round for entry, _ in published}
         served = sorted(rounds)[-2:]
@@ -213,7 +202,7 @@ class Server:
         if not member.verify(REQUEST_CONTEXT + body, signature):
             return "signature", sender, None
         with self._lock:
-            is_new = quota.accept_nonce(request.nonce)
+            is_new = quota.nonces.accept(request.nonce)
         if not is_new:
             return "replay", sender, None
 
@@ -228,8 +217,6 @@ class Server:
             return "rate", sender, Answer(AnswerStatus.BUSY)
         if not is_same_run and not is_hello:
             return "run", sender, Answer(AnswerStatus.ANOTHER_RUN)
-        if sender in self.incompatible and not is_hello:
-            return "version", sender, Answer(AnswerStatus.ANOTHER_VERSION)
         return "", sender, self._answer(sender, request)
 
     def _hello(self, nonce: bytes, **more: str) -> Answer:
