@@ -4,6 +4,8 @@
 [[0.6000000000000001, 0.8], [0.0, 0.5]]
 """
 
+import math
+from collections.abc import Sequence
 from dataclasses import field
 from typing import Any
 
@@ -16,14 +18,16 @@ from fedcb2o.aggregators._base import (
     Aggregator,
     aggregator,
     finite_gram,
+    finite_squares,
     fit_f,
-    with_origin,
 )
 from fedcb2o.aggregators._conversion import Models, Stack, shares_memory, stack
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, require
 from fedcb2o.federated.aggregation import base, preaggregation
 
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
+
+_CALL = 2**15  # numbers that are scaled in the time of one call
 
 
 @aggregator(preaggregation.nnm)
@@ -43,7 +47,7 @@ class NNM(Aggregator):
         stacked = stack(models)
         f = fit_f(preaggregation.nnm, self.f, len(stacked.rows), clip_f=self.clip_f)
         stacked, g = finite_gram(stacked, by_distances=True)
-        return _mixed(models, stacked, preaggregation.nnm(g, f=f))
+        return _mixed(stacked, preaggregation.nnm(g, f=f))
 
 
 @aggregator(preaggregation.bucketing, s="size")
@@ -68,9 +72,7 @@ class Bucketing(Aggregator):
         """Return ceil(m / s) models, of the same type."""
         stacked = stack(models)
         rng = self.rng or np.random.default_rng()
-        return _mixed(
-            models, stacked, preaggregation.bucketing(len(stacked.rows), rng, size=self.s)
-        )
+        return _mixed(stacked, preaggregation.bucketing(len(stacked.rows), rng, size=self.s))
 
 
 @aggregator(preaggregation.clipping, c="radius")
@@ -93,9 +95,9 @@ class Clipping(Aggregator):
     def __call__(self, models: Models) -> Any:
         """Return as many vectors, of the same type."""
         stacked = stack(models)
-        stacked, g = finite_gram(stacked, last=0)
-        factors = preaggregation.clipping(with_origin(g), radius=self.c).diagonal()[:-1]
-        return _scaled(models, stacked, factors, in_place=self.in_place)
+        require("radius", self.c, self.c > 0, "above 0")
+        stacked, squares = finite_squares(stacked)
+        return _clipped(models, stacked, squares, self.c, in_place=self.in_place)
 
 
 @aggregator(preaggregation.arc)
@@ -119,21 +121,21 @@ class ARC(Aggregator):
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.arc, self.f, len(stacked.rows), clip_f=self.clip_f)
-        stacked, g = finite_gram(stacked, last=0)
-        factors = preaggregation.arc(with_origin(g), f=f).diagonal()[:-1]
-        return _scaled(models, stacked, factors, in_place=self.in_place)
+        stacked, squares = finite_squares(stacked)
+        radius = preaggregation.arc_radius(squares, f)
+        return _clipped(models, stacked, squares, radius, in_place=self.in_place)
 
 
-def _new_rows(models: Models, rows: Float[Tensor, "m d"], count: int) -> Float[Tensor, "k d"]:
-    """Return new memory: NumPy's for an array, because it asks Linux for large pages."""
-    if isinstance(models, np.ndarray):
-        return torch.from_numpy(np.empty((count, rows.shape[1]), rows.numpy().dtype))
+def _new_rows(rows: Float[Tensor, "m d"], count: int) -> Float[Tensor, "k d"]:
+    """Return new memory: NumPy's on the CPU, because it asks Linux for large pages."""
+    if rows.device.type == "cpu":
+        return torch.from_numpy(np.empty((count, rows.shape[1]), rows.detach().numpy().dtype))
     return rows.new_empty(count, rows.shape[1])
 
 
-def _mixed(models: Models, stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
+def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     rows = stacked.rows
-    mixed = _new_rows(models, rows, len(matrix))
+    mixed = _new_rows(rows, len(matrix))
     torch.mm(matrix.to(rows), rows, out=mixed)
     # A finite mixture needs finite models, which are read again for the error only.
     if not base.is_finite(mixed):
@@ -141,8 +143,10 @@ def _mixed(models: Models, stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     return stacked.restore_all(mixed)
 
 
-def _scaled(models: Models, stacked: Stack, factors: Float[Tensor, " m"], *, in_place: bool) -> Any:
-    """Return the caller's vectors times factors from 0 to 1."""
+def _clipped(
+    models: Models, stacked: Stack, squares: Sequence[float], radius: float, *, in_place: bool
+) -> Any:
+    """Return the caller's vectors, with squared norms `squares`, scaled to a norm of `radius`."""
     rows = stacked.rows
     if in_place and not shares_memory(models, rows):
         raise ConfigError(
@@ -150,8 +154,14 @@ def _scaled(models: Models, stacked: Stack, factors: Float[Tensor, " m"], *, in_
         )
     # The rows of a list are a copy already.
     is_own = in_place or stacked.is_list
-    result = rows if is_own else _new_rows(models, rows, len(rows))
-    for row, factor, target in zip(rows, factors.tolist(), result, strict=True):
-        if factor != 1 or result is not rows:
-            torch.mul(row, factor, out=target)
+    result = rows if is_own else _new_rows(rows, len(rows))
+    norms = [math.sqrt(square) for square in squares]
+    changed = [i for i, norm in enumerate(norms) if norm > radius or not is_own]
+    # A call takes the time of `_CALL` numbers.
+    if len(changed) * (_CALL + rows.shape[1]) < rows.numel():
+        for i in changed:
+            rows[i].mul_(radius / norms[i])
+    else:
+        factors = [radius / norm if norm > radius else 1.0 for norm in norms]
+        torch.mul(rows, rows.new_tensor(factors).unsqueeze(1), out=result)
     return models if in_place else stacked.restore_all(result)

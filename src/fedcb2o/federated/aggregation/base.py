@@ -45,7 +45,7 @@ _LOGGER = logging.getLogger(__name__)
 
 _SUM_COLUMNS = 2**18  # 1 MiB of float32, which stays in the cache of a core
 
-_LARGEST = 1e60  # whose fourth power is a number
+LARGEST = 1e60  # whose fourth power is a number
 _NEAR = 1e-10  # squared distances in units of the squared norms, below which they are inaccurate
 
 GramEntries = Literal["none", "last", "all"]
@@ -355,13 +355,13 @@ def _linear_combination(
 
 def overflows(g: Float[Tensor, "m m"]) -> bool:
     """Return whether models are so large that rules by their Gram matrix compute infinities."""
-    return not bool((g.diagonal() <= _LARGEST**2).all())
+    return not bool((g.diagonal() <= LARGEST**2).all())
 
 
 def bounded(models: Float[Tensor, "m d"]) -> Float[Tensor, "m d"]:
     """Return models, in which one with numbers beyond 1e60 is scaled down to 1e60."""
     largest = models.abs().amax(1, keepdim=True)
-    return models * (_LARGEST / largest).clamp(max=1.0)
+    return models * (LARGEST / largest).clamp(max=1.0)
 
 
 def far_centre(g: Float[Tensor, "m m"]) -> int | None:

@@ -11,6 +11,9 @@ Example:
     [[0.5, 0.5, 0.0], [0.5, 0.5, 0.0], [0.0, 0.5, 0.5]]
 """
 
+import math
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -87,9 +90,14 @@ def arc(gram: Float[Tensor, "m m"], *, f: int) -> Float[Tensor, "m m"]:
     squared = squared_distances(gram)[-1, :-1]
     if n == 0:
         return torch.ones(1, 1, dtype=torch.float64)
+    return _clipping_matrix(squared, arc_radius(squared.tolist(), f))
+
+
+def arc_radius(squared: Sequence[float], f: int) -> float:
+    """Return the norm to which `arc` clips, from the squared norms of n >= 1 differences."""
+    n = len(squared)
     num_clipped = 2 * f * (n - f) // n
-    radius = float(squared.sort().values[n - num_clipped - 1]) ** 0.5
-    return _clipping_matrix(squared, radius)
+    return math.sqrt(sorted(squared)[n - num_clipped - 1])
 
 
 def _clipping_matrix(squared: Float[Tensor, " n"], radius: float) -> Float[Tensor, "m m"]:
