@@ -475,31 +475,6 @@ def test_a_network_whose_outputs_are_probabilities_gives_a_warning():
     assert all(torch.equal(before[name], p) for name, p in network.state_dict().items())
 
 
-def test_models_in_an_agents_buffer_are_not_copied():
-    """Models in any rows of the buffer give the same bits as copied models."""
-    sent = [torch.randn(4, generator=torch.Generator().manual_seed(k)) for k in range(5)]
-    sent[3][0] = torch.nan
-
-    def decide(rows):
-        agent = Agent(linear(1.0), validation=(X, Y), method="fedcb2o", id=9)
-        for _ in range(2):
-            received = dict(enumerate(theta.clone() for theta in sent))
-            memory = agent.buffer(5)
-            for k, row in rows.items():
-                received[k] = memory[row].copy_(sent[k])
-            decision = agent.aggregate(received)
-            for k, row in rows.items():
-                assert memory[row].equal(sent[k]) or k == 3
-        return decision, agent.theta
-
-    decision, theta = decide({0: 0})
-    assert [*decision.refused] == [3]
-    for rows in ({0: 4, 1: 0, 4: 2}, {0: 0, 1: 1, 2: 2, 3: 3, 4: 4}, {3: 0, 2: 1, 1: 2}):
-        other_decision, other_theta = decide(rows)
-        assert other_decision.weights == decision.weights
-        assert other_theta.equal(theta)
-
-
 def test_state_dicts_may_hold_arrays():
     network = linear(1.0)
     agent = Agent(network, validation=(X, Y), method="fedcbo", gamma=0.1)

@@ -490,8 +490,7 @@ def test_a_model_with_variances_below_0_is_refused_and_changes_nothing():
     agent = Agent(network, validation=(X, Y), method="dfedavgm", id=0, buffers="shared")
     good = agent.publish()
     bad = {**good, "1.running_var": good["1.running_var"] - 9}
-    row = agent.buffer(1)[0]
-    row.copy_(torch.cat([tensor.reshape(-1) for tensor in bad.values()]))
+    row = torch.cat([tensor.reshape(-1) for tensor in bad.values()])
     decision = agent.aggregate({1: row, 2: bad, 3: good})
     assert decision.weights == {3: 0.5}
     assert decision.refused == dict.fromkeys((1, 2), "its `1.running_var` holds variances below 0")

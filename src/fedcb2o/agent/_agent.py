@@ -19,7 +19,7 @@ from fedcb2o.agent._attack import Attacker, build_attack
 from fedcb2o.agent._decision import SELF, Decision, Observer, decision_of
 from fedcb2o.agent._judge import Judge, JudgeOracle
 from fedcb2o.agent._memory import UNKNOWN_ID, Memory, Peer, PeerIds, with_prefix, without_prefix
-from fedcb2o.agent._models import Model, ModelFormat, as_network, placed_rows
+from fedcb2o.agent._models import Model, ModelFormat, as_network
 from fedcb2o.agent._settings import (
     Settings,
     check_parts,
@@ -314,13 +314,11 @@ class Agent:
         # The sums of the aggregation depend on the order of the models.
         ids = sorted(names)
         by_id = [models[names[id]] for id in ids]
-        # Models that a transport wrote into the buffer stay where they are.
-        rows = placed_rows(by_id, buffer, first_row)
-        buffer = buffer[: max([first_row, *(row + 1 for row in rows)])]
+        rows = range(first_row, len(buffer))
         reasons = [
             self._format.read_(model, buffer[row]) for model, row in zip(by_id, rows, strict=True)
         ]
-        largest = max_abs(buffer, rows).tolist()
+        largest = max_abs(buffer, list(rows)).tolist()
         for id, row, unreadable, size in zip(ids, rows, reasons, largest, strict=True):
             name = names[id]
             claim = to_python((samples or {}).get(name, self._settings.num_samples))
@@ -370,25 +368,6 @@ class Agent:
             self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
             self._shortfall.log()
         return decision_of(decisions, observer, {self._peers.own: SELF, **names}, refused)
-
-    def buffer(self, num_models: int) -> Float[Tensor, "m d"]:
-        """Return memory for received models, one per row.
-
-        A transport writes models into the rows, in the order of theta. A row that is passed to
-        `aggregate` as a model is not copied. Pass whole rows: `aggregate` may overwrite all others.
-
-        Args:
-            num_models: Number of rows, 1 or more.
-
-        Returns:
-            The rows, with arbitrary numbers.
-
-        Raises:
-            ConfigError: The number is below 1.
-        """
-        require("num_models", num_models, is_whole(num_models, 1), "a whole number from 1")
-        first_row = 1 + self._spec.algorithm.keeps_previous
-        return self._model_buffer(first_row + num_models)[first_row : first_row + num_models]
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the agent remembers of its peers, without its network's parameters.
@@ -524,11 +503,11 @@ class Agent:
         return theta
 
     def _model_buffer(self, num_rows: int) -> Float[Tensor, "rows d"]:
-        """Return at least `num_rows` rows for models; new memory in every round takes longer."""
+        """Return `num_rows` rows for models; new memory in every round takes longer."""
         stride = parameters.row_stride(self._format.dim)
         if len(self._buffer) < num_rows:
             self._buffer = self._previous.new_empty(num_rows, stride)
-        return self._buffer[:, : self._format.dim]
+        return self._buffer[:num_rows, : self._format.dim]
 
     def _round_spec(self) -> RunSpec:
         """Return the specification of the round, with the candidates of `select`."""

@@ -128,8 +128,7 @@ class ModelFormat:
         Returns the reason to refuse the model, or an empty text. The row of a refused model is
         undefined.
         """
-        # A model that is this row of the buffer already is not copied.
-        reason = "" if _address(model, row) == row.data_ptr() else self._copy_(model, row)
+        reason = self._copy_(model, row)
         if reason:
             return reason
         for name in self._variances:
@@ -286,26 +285,6 @@ def _equals(value: Any, own: Tensor) -> bool:
     except ConfigError:
         return False
     return tensor.shape == own.shape and own.detach().to(tensor).equal(tensor)
-
-
-def placed_rows(models: Sequence[Model], buffer: Float[Tensor, "p d"], first_row: int) -> list[int]:
-    """Return the row of a buffer for each model.
-
-    A model that is a row of the buffer keeps it. The others get rows from `first_row` on that no
-    model is.
-    """
-    addresses = {row.data_ptr(): k for k, row in enumerate(buffer[first_row:], first_row)}
-    rows = [addresses.get(_address(model, buffer[0]), -1) for model in models]
-    free = iter(sorted(set(addresses.values()) - set(rows)))
-    return [next(free) if row < 0 else row for row in rows]
-
-
-def _address(model: Model, row: Float[Tensor, " d"]) -> int:
-    """Return the address of a model that has the format of a row; otherwise 0."""
-    if type(model) is not Tensor or model.layout is not torch.strided or model.is_nested:
-        return 0
-    is_alike = model.shape == row.shape and model.dtype == row.dtype
-    return model.data_ptr() if is_alike and model.is_contiguous() else 0
 
 
 def _copy_(name: str, values: Any, shape: tuple[int, ...], target: Float[Tensor, " k"]) -> str:
