@@ -1,6 +1,5 @@
 """Runs on a cluster: the same files as on one machine, resumption, failures and bad input."""
 
-import dataclasses
 import os
 import re
 import signal
@@ -160,26 +159,18 @@ def test_too_little_memory_is_refused_before_a_cluster_is_joined(tmp_path, forbi
         run(spread(), out=tmp_path / "run", cluster="auto", blocks=blocks, memory="1MiB")
 
 
-def node(
-    name: str, processors: int, speed: float = 1.0, *, memory: int = 2**34, store: int = 2**33
-) -> _placement.Node:
-    return _placement.Node(name, name, processors, memory, store, speed=speed)
+def node(name: str, processors: int, *, memory: int = 2**34, store: int = 2**33) -> _placement.Node:
+    return _placement.Node(name, name, processors, memory, store)
 
 
 def names(nodes: list[_placement.Node]) -> str:
     return "".join(n.name for n in nodes)
 
 
-def test_nodes_get_blocks_in_proportion_to_their_speed():
-    assert _placement.relative_speeds([2.0, 2.2, 3.0, 4.0]) == [1.0, 1.0, 2 / 3, 0.5]
-    assert names(_placement.place_groups(6, [node("a", 4), node("b", 2)])) == "aabaab"
-    assert names(_placement.place_groups(6, [node("a", 4), node("b", 4, 0.5)])) == "aabaab"
-    assert names(_placement.place_groups(5, [node("a", 2), node("b", 4, 0.1)])) == "aabbb"
-    placement = _placement.place_groups(20, [node("a", 9), node("b", 7, 0.6), node("c", 8, 0.3)])
-    assert all(
-        names(placement).startswith(names(_placement.place_groups(k, [*dict.fromkeys(placement)])))
-        for k in range(20)
-    )
+def test_nodes_get_blocks_in_proportion_to_their_processors():
+    nodes = [node("a", 4), node("b", 2)]
+    assert names(_placement.place_groups(6, nodes)) == "aabaab"
+    assert names(_placement.place_groups(4, nodes)) == "aaba"
 
 
 def place_agents(
@@ -205,34 +196,23 @@ def place_agents(
 
 
 def test_agents_are_distributed_so_that_all_nodes_finish_together(monkeypatch):
-    placement, _ = place_agents(monkeypatch, [node("fast", 1), node("slow", 1, 0.4)])
-    assert [
-        (n.name, len(share)) for n, share in zip(placement.nodes, placement.shares, strict=True)
-    ] == [("fast", 3), ("slow", 1)]
-    placement, _ = place_agents(monkeypatch, [node("fast", 1), node("slow", 1, 0.2)])
-    # one agent on the slow node takes as long as 5 here
-    assert (names(placement.nodes), str(placement)) == ("fast", "1 block on 1 node")
     placement, _ = place_agents(monkeypatch, [node("a", 2), node("b", 2)], blocks=3)
     assert (names(placement.nodes), sorted(map(len, placement.shares))) == ("aba", [1, 1, 2])
     assert str(placement) == "3 blocks on 2 nodes"
 
 
 @pytest.mark.parametrize(
-    ("changes", "speed", "message"),
+    ("changes", "message"),
     [
-        ({}, 1.0, "4 blocks on 2 nodes, not 9: there are 4 agents"),
+        ({}, "4 blocks on 2 nodes, not 9: there are 4 agents"),
         (
             {"together": 2},
-            1.0,
             "3 blocks on 2 nodes, not 9: agents who train in one program stay together (--set",
         ),
-        ({}, 0.1, "3 blocks on 1 node, not 9: more would not end sooner"),
     ],
 )
-def test_the_reason_for_fewer_blocks_is_reported(monkeypatch, changes, speed, message):
-    placement, _ = place_agents(
-        monkeypatch, [node("a", 3), node("b", 5, speed)], blocks=9, **changes
-    )
+def test_the_reason_for_fewer_blocks_is_reported(monkeypatch, changes, message):
+    placement, _ = place_agents(monkeypatch, [node("a", 3), node("b", 5)], blocks=9, **changes)
     assert str(placement).startswith(message)
 
 
@@ -290,22 +270,10 @@ def test_blocks_on_gpus_need_a_node_with_gpus(cluster, monkeypatch):
         lambda: [ray_node, {**ray_node, "Resources": {**ray_node["Resources"], "GPU": 3.0}}],
     )
     (gpu_node,) = _placement.list_nodes(device="cuda")
-    assert (gpu_node.processors, gpu_node.speed) == (3, 1.0)
+    assert gpu_node.processors == 3
     message = "no node of the cluster has GPUs, which `device` = 'cuda' needs"
     with pytest.raises(RunError, match=message):
         place_agents(monkeypatch, [], device="cuda")
-
-
-@pytest.mark.slow
-def test_unequal_speeds_do_not_change_bits(cluster, undisturbed, tmp_path, monkeypatch):
-    (this_node,) = _placement.list_nodes()
-    nodes = [
-        dataclasses.replace(this_node, name=name, processors=2, speed=s)
-        for name, s in (("fast", 1.0), ("slow", 0.3))
-    ]
-    monkeypatch.setattr(_placement, "list_nodes", lambda user_modules, device: nodes)
-    run(spread(), out=tmp_path / "run", cluster=cluster, blocks=4)
-    assert whole(tmp_path / "run") == undisturbed
 
 
 def test_an_algorithm_with_a_coordinator_refuses_a_cluster(cluster, tmp_path):

@@ -101,7 +101,7 @@ def crafting(name: str) -> Attack:
 def cluster_engine(actors, scene: Scene, count: int, nodes: int = 2) -> RayEngine:
     """Create an engine of at most `count` workers on simulated nodes."""
     block = scene.block()
-    shares = shard_agents(block.spec, block.data.train.sizes.tolist(), [1.0] * count)
+    shares = shard_agents(block.spec, block.data.train.sizes.tolist(), count)
     node_names = [f"node {b % nodes}" for b in range(len(shares))]
     engine = RayEngine(block, shares, actors[: len(shares)], node_names)
     engine.build_groups(scene.block, {})

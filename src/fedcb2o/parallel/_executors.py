@@ -104,16 +104,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(previous)
 
 
-def balance_load(
-    items: Sequence[int],
-    costs: Sequence[int],
-    count: int,
-    speeds: Sequence[float] | None = None,
-) -> list[list[int]]:
-    """Partition items into parts of similar duration (longest processing time first).
+def balance_load(items: Sequence[int], costs: Sequence[int], count: int) -> list[list[int]]:
+    """Partition items into at most `count` parts of similar duration, none of them empty.
 
-    Items are indices into `costs`. `speeds` are those of the parts' processors, relative to each
-    other. A part is empty only where its processor is too slow.
+    Items are indices into `costs`; the longest is dealt first.
 
     >>> balance_load([0, 1, 2], [5, 3, 2], count=2)
     [[0], [1, 2]]
@@ -122,9 +116,8 @@ def balance_load(
         return [sorted(items, key=lambda item: -costs[item])]
     parts: list[list[int]] = [[] for _ in range(min(count, len(items)))]
     loads = [0] * len(parts)
-    speeds = speeds or [1.0] * len(parts)
     for item in sorted(items, key=lambda item: -costs[item]):
-        index = min(range(len(parts)), key=lambda k: (loads[k] + costs[item]) / speeds[k])
+        index = min(range(len(parts)), key=lambda k: loads[k])
         parts[index].append(item)
         loads[index] += costs[item]
     return parts

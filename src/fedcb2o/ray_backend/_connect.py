@@ -17,7 +17,6 @@ import ray
 
 from fedcb2o.errors import RunError
 from fedcb2o.printable import one_line
-from fedcb2o.ray_backend._liveness import watch_cluster
 
 LOCAL = "local"  # the address of a cluster on this machine alone
 AUTO = "auto"  # the address of the cluster that this machine is in
@@ -70,7 +69,7 @@ def connected(
         }
     try:
         _start(options)
-        with quiet_stdout, watch_cluster():
+        with quiet_stdout:
             yield
     finally:
         # Ray prints here what its error listener kept back as a repetition.

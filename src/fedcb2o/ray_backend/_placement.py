@@ -1,7 +1,6 @@
 """Nodes of a cluster, and the placement of agent groups on them."""
 
 import contextlib
-import dataclasses
 import hashlib
 import importlib
 import itertools
@@ -16,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fedcb2o.errors import RunError
@@ -24,7 +22,7 @@ from fedcb2o.federated.local_update import plan_training_batches
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import _resources
-from fedcb2o.parallel._executors import balance_load, one_thread
+from fedcb2o.parallel._executors import balance_load
 from fedcb2o.ray_backend._code_shipping import (
     extend_sys_path,
     pack_modules,
@@ -38,10 +36,6 @@ from fedcb2o.simulation.rounds import WorkerLostError
 ANSWER_SECONDS = 60.0  # granted to nodes for reporting what they have
 PLACEMENT_SECONDS = 60.0  # without a new placed worker, after which placement has failed
 
-_EQUAL_SPEED = 0.85  # of the fastest node's speed, from which on speeds count as equal
-_TRIALS = 6  # of the benchmark of a node
-_STEPS = 5  # of a trial; all trials take about 250 ms
-
 _log = logging.getLogger(__name__)
 
 
@@ -50,8 +44,7 @@ class Node:
     """A machine of the cluster.
 
     `processors` is the number of agent groups at once, one for each processor or GPU. Its free
-    memory, and the size of Ray's store, are in bytes. `model` is that of its processors, and
-    `speed` relative to the fastest node.
+    memory, and the size of Ray's store, are in bytes. `model` is that of its processors.
     """
 
     id: str
@@ -60,18 +53,16 @@ class Node:
     memory: int
     store: int
     model: str = ""
-    speed: float = 1.0
 
 
 @dataclass(frozen=True)
 class _NodeReport:
-    """The answer of a node; `import_errors` by module, `seconds` of the benchmark."""
+    """The answer of a node; `import_errors` by module."""
 
     versions: dict[str, str]
     import_errors: dict[str, str]
     memory: int
     model: str
-    seconds: float
 
 
 def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) -> list[Node]:
@@ -82,7 +73,6 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
     functions; or if no node answers that has what is needed.
     """
     nodes: list[Node] = []
-    seconds: list[float] = []
     silent: list[str] = []
     asked = _ask_nodes(user_functions, device)
     deadline = time.monotonic() + ANSWER_SECONDS
@@ -104,7 +94,6 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
         _check_report(name, report)
         store = int(known["Resources"].get("object_store_memory", 0))
         nodes.append(Node(known["NodeID"], name, processors, report.memory, store, report.model))
-        seconds.append(report.seconds)
 
     if silent:
         text = f"did not answer within {ANSWER_SECONDS:.0f} seconds: {', '.join(silent)}"
@@ -113,50 +102,34 @@ def list_nodes(user_functions: Sequence[str] = (), device: str | None = None) ->
                 f"the nodes of the cluster that have what is needed {text}; see `ray status` there"
             )
         _log.warning("Nodes of the cluster are left out that %s.", text)
-    if not is_cpu(device):  # the speed of GPUs is not measured
-        return nodes
-    speeds = relative_speeds(seconds)
-    return [dataclasses.replace(node, speed=v) for node, v in zip(nodes, speeds, strict=True)]
-
-
-def relative_speeds(seconds: Sequence[float]) -> list[float]:
-    """Return the speeds of nodes, from their times for the same work, with 1 for the fastest.
-
-    >>> relative_speeds([1.0, 1.1, 2.0])
-    [1.0, 1.0, 0.5]
-    """
-    # Small differences are noise.
-    return [1.0 if min(seconds) > _EQUAL_SPEED * s else min(seconds) / s for s in seconds]
+    return nodes
 
 
 def place_groups(count: int, nodes: Sequence[Node]) -> list[Node]:
-    """Place `count` agent groups in proportion to the speed of nodes.
+    """Place `count` agent groups in proportion to the processors of nodes.
 
     There are at most as many groups as processors of all nodes. The first entries are the placement
     of fewer groups.
     """
-    # Ray's own placement knows free processors, but not how fast they are: the slowest group would
-    # determine the duration of every round.
     used = dict.fromkeys(nodes, 0)
     placement: list[Node] = []
     for _ in range(count):
-        # The next group goes to the node that would then be the least busy for its speed.
+        # The next group goes to the node that would then be the least busy.
         free = [node for node in nodes if used[node] < node.processors]
-        node = min(free, key=lambda n: (used[n] + 1) / (n.processors * n.speed))
+        node = min(free, key=lambda n: (used[n] + 1) / n.processors)
         placement.append(node)
         used[node] += 1
     return placement
 
 
-def shard_agents(spec: RunSpec, costs: Sequence[int], speeds: Sequence[float]) -> list[list[int]]:
-    """Distribute agents over workers so that all workers take about as long.
+def shard_agents(spec: RunSpec, costs: Sequence[int], count: int) -> list[list[int]]:
+    """Distribute agents over at most `count` workers so that all workers take about as long.
 
-    Agents that train together stay together. The ids of a worker's agents ascend; a worker that
-    would always be last has none.
+    Agents that train together stay together. The ids of a worker's agents ascend.
     """
     batches = plan_training_batches(spec, costs)
     batch_costs = [sum(costs[agent] for agent in batch) for batch in batches]
-    shares = balance_load(range(len(batches)), batch_costs, len(speeds), speeds)
+    shares = balance_load(range(len(batches)), batch_costs, count)
     return [sorted(itertools.chain(*(batches[k] for k in share))) for share in shares]
 
 
@@ -252,10 +225,8 @@ def _describe_node(path: Sequence[str], archive: bytes, modules: Sequence[str]) 
             importlib.import_module(module)
         except (Exception, SystemExit) as error:  # a user's module may fail in any way
             import_errors[module] = f"{type(error).__name__}: {error}"
-    # The shortest trial is the one that other programs disturbed the least.
-    seconds = min(_benchmark_seconds() for _ in range(_TRIALS))
     memory = _resources.free_memory()
-    return _NodeReport(_versions(), import_errors, memory, _resources.processor_model(), seconds)
+    return _NodeReport(_versions(), import_errors, memory, _resources.processor_model())
 
 
 def _versions() -> dict[str, str]:
@@ -267,17 +238,6 @@ def _versions() -> dict[str, str]:
     versions |= {name: version(name) for name in ("fedcb2o", "torch", "numpy")}
     versions["fedcb2o"] += f" ({digest.hexdigest()[:8]})"
     return versions
-
-
-def _benchmark_seconds() -> float:
-    """Return the time of one thread for fixed steps of a network."""
-    weights = torch.full((512, 512), 1e-3, requires_grad=True)
-    x = torch.ones(64, 512)
-    with one_thread():
-        start = time.perf_counter()
-        for _ in range(_STEPS):
-            torch.autograd.grad(((x @ weights).relu() @ weights).sum(), weights)
-        return time.perf_counter() - start
 
 
 def _pin_to(node_id: str) -> NodeAffinitySchedulingStrategy:

@@ -20,7 +20,6 @@ from fedcb2o.experiments.config.datasets import dataset_tensors
 from fedcb2o.experiments.config.network import init_models_from_tensors_
 from fedcb2o.experiments.config.prepared_seed import PreparedSeed, build_group
 from fedcb2o.experiments.runs._memory_plan import PROCESS_BYTES
-from fedcb2o.federated.local_update import plan_training_batches
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.nn import parameters
 from fedcb2o.parallel import _resources
@@ -84,10 +83,10 @@ class ClusterBackend:
             )
         targets = place_groups(min(self.blocks or processors, processors), nodes)
         costs = [len(samples) for samples in prepared.population.train]
-        shares = shard_agents(prepared.spec, costs, [node.speed for node in targets])
-        placement = Placement.from_shares(shares, targets)
+        shares = shard_agents(prepared.spec, costs, len(targets))
+        placement = Placement(shares, targets[: len(shares)])
         if placement.processes < (self.blocks or 0):
-            reason = _explain_fewer(placement.processes, processors, prepared, costs)
+            reason = _explain_fewer(placement.processes, processors, prepared)
             placement = dataclasses.replace(placement, fewer_note=f", not {self.blocks}: {reason}")
         for node in dict.fromkeys(placement.nodes):
             memory = self.memory or node.memory
@@ -166,12 +165,6 @@ class Placement:
     # None, since the models are in memory.
     folder: None = None
 
-    @classmethod
-    def from_shares(cls, shares: "Sequence[list[int]]", nodes: "Sequence[Node]") -> "Placement":
-        """Return the placement of the groups that have agents."""
-        placed = [(share, node) for share, node in zip(shares, nodes, strict=False) if share]
-        return cls([share for share, _ in placed], [node for _, node in placed])
-
     @property
     def processes(self) -> int:
         """The number of processes, one per group."""
@@ -229,9 +222,7 @@ class Placement:
         return f"{groups} on {nodes}{self.fewer_note}"
 
 
-def _explain_fewer(
-    groups: int, processors: int, prepared: PreparedSeed, costs: Sequence[int]
-) -> str:
+def _explain_fewer(groups: int, processors: int, prepared: PreparedSeed) -> str:
     """Return the reason why there are not more groups."""
     spec = prepared.spec
     if groups == processors:
@@ -239,11 +230,7 @@ def _explain_fewer(
         return f"there {verb} {pluralize(processors, processor_unit(prepared.experiment.device))}"
     if groups == spec.num_agents:
         return f"there are {pluralize(groups, 'agent')}"
-    if groups == len(plan_training_batches(spec, costs)):
-        return (
-            "agents who train in one program stay together (--set together=1 has each train alone)"
-        )
-    return "more would not end sooner"
+    return "agents who train in one program stay together (--set together=1 has each train alone)"
 
 
 def check_device(device: str | None) -> None:
