@@ -1,4 +1,4 @@
-"""Rules that read losses, DnC and SignGuard: by hand, and compared with plain loops."""
+"""Rules that read losses, and DnC: by hand, and compared with plain loops."""
 
 import functools
 import math
@@ -9,11 +9,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.cluster import KMeans
-from tests import views
 
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated import algorithms
-from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr, signguard
+from fedcb2o.federated.aggregation import apply, dnc, gram, loss_clustering, lpe_tsr
 
 INF, NAN = math.inf, math.nan
 
@@ -89,37 +88,3 @@ def test_lpe_tsr_has_the_weights_of_fedcbo():
     losses = torch.rand(5, dtype=torch.float64)
     expected = torch.softmax(-fedcbo.weigh.alpha * losses, 0)
     torch.testing.assert_close(lpe_tsr(losses, temperature=0.5), expected)
-
-
-def signguard_output(buffer, ids, own, previous):
-    state, output = signguard(
-        {}, views.rule_input(buffer, ids, own, previous=previous), sampled=1.0
-    )
-    assert state == {}
-    return output
-
-
-def test_the_largest_cluster_of_signs_by_hand():
-    """Norms are equal, except that of an update without signs."""
-    signs = [[1, 1, 1, -1], [1, 1, -1, 1], [-1, -1, -1, -1], [0, 0, 0, 0], [-1, 1, 1, 1]]
-    buffer = torch.tensor([*signs, [0, 0, 0, 0]], dtype=torch.float32)
-    output = signguard_output(buffer, [0, 1, 2, 3], 4, previous=5)
-    assert output.outcome.tolist() == pytest.approx([1 / 3, 1 / 3, 0, 0, 1 / 3])
-    equal = torch.cat([torch.ones(3, 4), torch.zeros(1, 4)])
-    output = signguard_output(equal, [0, 1], 2, previous=3)
-    assert output.outcome.tolist() == pytest.approx([1 / 3] * 3)
-
-
-def test_signguard_by_hand():
-    """The updates are (1, 1, 1, 1) times 1, 2, 100 and -1. The median norm is 2."""
-    update = torch.ones(4)
-    previous = torch.full((4,), 5.0)
-    buffer = torch.stack(
-        [previous + k * update for k in (1, 2, 100, -1)] + [previous + update, previous]
-    )
-    output = signguard_output(buffer, [0, 1, 2, 3], 4, previous=5)
-    # The norms are 2, 4, 200, 2 and 2. The large one and the opposite one do not pass.
-    assert output.outcome.tolist() == pytest.approx([1 / 3, 1 / 6, 0, 0, 1 / 3])
-    assert output.previous_weight == pytest.approx(1 / 6)
-    alone = signguard_output(buffer, [], 4, previous=5)
-    assert alone.outcome.tolist() == [1]

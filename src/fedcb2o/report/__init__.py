@@ -2,7 +2,6 @@
 
 from fedcb2o.records import summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
-from fedcb2o.report._alt_text import describe_figure
 from fedcb2o.report._article import ArticleForm
 from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._explorer import explorer_page
@@ -41,7 +40,6 @@ __all__ = [
     "create_page",
     "curve_panels",
     "curves",
-    "describe_figure",
     "draw_panels",
     "explorer_page",
     "figure6",

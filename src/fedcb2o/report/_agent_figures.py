@@ -118,7 +118,7 @@ def weight_matrix(run: Run) -> Figure | None:
     ax.tick_params(length=0)
     ax.grid(visible=False)
     ax.spines[:].set_visible(True)
-    figure.set_label(_describe_matrix(title, matrix, agents))
+    figure.set_label(f"{title}, weights between agents.")
     return figure
 
 
@@ -163,27 +163,3 @@ def _label_owners(ax: Axes, names: Sequence[str], malicious: np.ndarray) -> None
     size = 9 if len(labels) <= _MAX_NAMED_AGENTS // 2 else 6
     ax.set_xticks(places, labels, rotation=90, fontsize=size)
     ax.set_yticks(places, labels, fontsize=size)
-
-
-def _describe_matrix(title: str, matrix: np.ndarray, agents: pd.DataFrame) -> str:
-    """Describe the weights from benign agents to kinds of peers."""
-    rows = agents.sort_values("agent")
-    clusters = rows.cluster.to_numpy()
-    malicious = rows.malicious.to_numpy(bool)
-    own = np.eye(len(rows), dtype=bool)
-    sentences = []
-    for cluster in np.unique(clusters):
-        same = clusters == cluster
-        kinds = {
-            "their own models": own,
-            "benign ones of their cluster": same & ~malicious & ~own,
-            "malicious ones of it": same & malicious & ~own,
-            "other clusters": ~same & ~own,
-        }
-        shares = []
-        for name, mask in kinds.items():
-            if mask.any():
-                share = (matrix * mask)[same & ~malicious].sum(1).mean()
-                shares.append(f"{100 * share:.0f}% to {name}")
-        sentences.append(f"Benign agents of cluster {cluster + 1} give {', '.join(shares)}.")
-    return f"{title}, weights between agents. {' '.join(sentences)}"

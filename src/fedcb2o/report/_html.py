@@ -22,8 +22,6 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup, escape
 from matplotlib.figure import Figure
 
-from fedcb2o.report._alt_text import describe_figure
-
 _STATIC = resources.files("fedcb2o.report") / "static"
 STYLESHEET = Markup(_STATIC.joinpath("page.css").read_text(encoding="utf-8"))
 SORT_SCRIPT = Markup(_STATIC.joinpath("sort_tables.js").read_text(encoding="utf-8"))
@@ -164,10 +162,21 @@ def _to_svg(figure: Figure, name: str) -> Markup:
     pixels = _PIXELS_PER_INCH * width
     sizes = f"max-width: {pixels:.0f}px; min-width: {_MIN_FIGURE_SCALE * pixels:.0f}px"
     start = (
-        f'<svg role="img" aria-label="{html.escape(describe_figure(figure), quote=True)}" '
+        f'<svg role="img" aria-label="{html.escape(_describe(figure), quote=True)}" '
         f'viewBox="0 0 {72 * width:g} {72 * height:g}" style="{sizes}">'
     )
     return Markup(start + text[text.index(">") + 1 :].strip())
+
+
+def _describe(figure: Figure) -> str:
+    """Return the label of a figure, or the titles of its panels with the names drawn in them."""
+    panels = []
+    for ax in figure.axes:
+        title = ax.get_title(loc="left") or ax.get_title() or ax.get_ylabel()
+        names = ", ".join(map(str, ax.get_legend_handles_labels()[1]))
+        panels.append(": ".join(filter(None, [title, names])))
+    text = str(figure.get_label()) or "; ".join(filter(None, panels))
+    return re.sub(r"(?<!\\)\$|\\(?=\$)", "", text)  # without the marks of mathematics
 
 
 def _css_grey(brightness: float) -> str:

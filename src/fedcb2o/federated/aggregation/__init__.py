@@ -24,7 +24,6 @@ from fedcb2o.federated.aggregation import (
     _flanders,
     _lightyear,
     _sentinel,
-    _signguard,
     _wfagg,
     coordinatewise,
     gram_rules,
@@ -42,7 +41,6 @@ from fedcb2o.federated.aggregation._flanders import filter_models as filter_mode
 from fedcb2o.federated.aggregation._flanders import replace_rejected as replace_rejected
 from fedcb2o.federated.aggregation._lightyear import *  # noqa: F403
 from fedcb2o.federated.aggregation._sentinel import *  # noqa: F403
-from fedcb2o.federated.aggregation._signguard import *  # noqa: F403
 from fedcb2o.federated.aggregation._wfagg import *  # noqa: F403
 from fedcb2o.federated.aggregation.base import apply as apply
 from fedcb2o.federated.aggregation.base import rule_signature as rule_signature
@@ -65,7 +63,6 @@ __all__ += _flanders.__all__
 __all__ += last_layer.__all__
 __all__ += _lightyear.__all__
 __all__ += _sentinel.__all__
-__all__ += _signguard.__all__
 __all__ += _wfagg.__all__
 __all__ += coordinatewise.__all__
 __all__ += gram_rules.__all__
