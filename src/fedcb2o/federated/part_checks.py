@@ -151,6 +151,7 @@ def _is_cross_entropy(loss: Loss | None, num_classes: int) -> bool:
     if is_cross_entropy(loss):
         return True
     draw = torch.Generator().manual_seed(0)
+    # Two classes and two draws: a factor for each class leaves the ratios equal.
     targets = torch.tensor([0, 1])
     ratios = []
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
@@ -185,6 +186,7 @@ def _check_output_shape(name: str, outputs: Any, num_classes: int) -> None:
     shape: tuple[int, ...] = ()
     if isinstance(outputs, Tensor):
         got = shape = tuple(outputs.shape)
+    # The shape of numbers is a matter between network and loss.
     is_valid = shape == (2, num_classes) if num_classes > 1 else shape[:1] == (2,)
     if not is_valid:
         expected = (2, num_classes) if num_classes > 1 else "(2, ...)"
@@ -202,6 +204,7 @@ def check_loss(
     samples gives a UserWarning.
     """
     original = targets.clone()
+    # The slope is asked of the outputs alone: the network has been checked before.
     leaf = outputs.detach().clone().requires_grad_()
     # Twice together and once apart, to find random numbers, state and mixed samples.
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -248,6 +251,7 @@ def check_loss(
 def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
     """Refuse an optimiser whose step changes no parameter of (a copy of) a network."""
     named = {key: p.detach() for key, p in module.named_parameters() if p.requires_grad}
+    # Copies, so that a check trains no model.
     trial = [p.clone().requires_grad_() for p in named.values()]
     instance = make_optimiser(optimiser, trial, lr)
     name = function_name(optimiser)
@@ -267,6 +271,7 @@ def check_optimiser(optimiser: Optimiser, module: nn.Module, lr: float) -> None:
         instance.step()
     if any(not torch.equal(p, q) for p, q in zip(trial, named.values(), strict=True)):
         return
+    # A rate of 0 may be the start of a schedule, and no fault.
     groups = getattr(instance, "param_groups", None)
     if groups and all(group.get("lr") == 0 for group in groups):
         _LOG.warning("the optimiser `%s` has learning rate 0: training changes no model.", name)

@@ -71,6 +71,7 @@ def validated_selection(
     ids: np.ndarray = output.long().numpy()
     has_numbers = output.is_floating_point() or output.dtype == torch.bool
     is_integer = not (len(output) and has_numbers)  # an empty list has no type
+    # A peer named twice would count twice in the average.
     is_distinct = len(set(ids.tolist())) == len(ids)
     if not (is_integer and is_distinct and np.isin(ids, candidates).all()):
         raise ConfigError(
@@ -96,6 +97,7 @@ def validated_criterion(criterion: Criterion, inputs: CriterionInput) -> Float[T
             "a value for each received model"
         )
     values = values.cpu().double()
+    # exp(-alpha G) of NaN would spread to the weights of all models.
     return values.masked_fill(~values.isfinite(), torch.inf)
 
 
@@ -109,6 +111,7 @@ def validated_weights(
     name = display_name("rule", rule)
     *agents, m = shape
     weights = returned_tensor(name, weights)
+    # A rule decides itself whether it averages the model of the agent, too.
     with_own = (*agents, m + 1)
     if weights.shape not in (shape, with_own):
         declared = ", which is declared `batched`," if agents else ""
@@ -133,6 +136,7 @@ def validated_row_weights(
         raise ConfigError(
             f"the {name} returned weights of shape {tuple(values.shape)}, expected ({num_rows},)"
         )
+    # The last row is the model before the round, whose weight moves along a direction.
     num_received = num_rows - has_previous
     rest = values[num_received:]
     received = _convex_weights(name, values[:num_received], float(rest.sum()))
@@ -145,6 +149,7 @@ def _convex_weights(
     """Validate that weights and the rest sum to 1 or 0; set negative rounding errors to 0."""
     positive = weights.clamp(min=0.0)
     total = positive.sum(-1) + rest
+    # A sum of 0 means that no model is trusted: the agent keeps its own.
     is_normalised = ((total - 1).abs() < 1e-6) | (total == 0)
     is_valid = positive.isfinite().all(-1) & (weights > -1e-6).all(-1) & is_normalised
     if not is_valid.all():
@@ -196,6 +201,7 @@ def _checked_columns(
             f"the {name} returned shape {tuple(reduced.shape)} for columns of shape "
             f"{tuple(x.shape)}, expected {tuple(x.shape[1:])}: the same columns of one model"
         )
+    # Of models that are not finite themselves, nothing else can be expected.
     if is_finite and not reduced.isfinite().all():
         raise ConfigError(f"the {name} returned numbers that are not finite, of models that are")
     return reduced
@@ -277,6 +283,7 @@ def metric_value(
     """Return a metric of outputs; None where it, or one of the outputs, is not finite."""
     if not outputs.isfinite().all():
         return None
+    # A function that writes into them would change the metrics after it.
     value = metric(outputs.clone(), targets.clone())
     try:
         number = float(value)
@@ -296,6 +303,8 @@ def apply_sample_transform(
     """
     original = data.x
     with using_range(value_range):
+        # On the CPU, as the samples of a configuration are, so that one function serves all
+        # devices.
         changed = returned_tensor(name, transform(original.cpu().clone()))
     if original.is_floating_point():
         changed = changed.to(original.dtype)

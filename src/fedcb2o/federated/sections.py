@@ -87,10 +87,12 @@ class Component(BaseModel):
         bound = functools.partial(function, **plugins.bind(kind, function, self.parameters))
         settings: dict[str, Any] = {"name": self.name}
         for name, parameter in plugins.parameters(function).items():
+            # None has no form in TOML, and leaving a key out means the same.
             if parameter.default not in (None, parameter.empty):
                 settings[name] = parameter.default
         variants = plugins.VARIANTS.get(function)
         if variants is not None:
+            # A variant sets defaults, which parameters of the user overrule.
             settings.update(variants.get(self.parameters.get("variant", settings["variant"]), {}))
         settings.update(self.parameters)
         # The section's own keys that differ from their defaults.
@@ -103,6 +105,7 @@ class Component(BaseModel):
 
 def as_component(value: Any) -> Any:
     """Return {"name": value} for a name or a function, else the value."""
+    # One form for all readers: a name is a table without parameters.
     return {"name": value} if isinstance(value, str) or callable(value) else value
 
 
@@ -271,6 +274,7 @@ class AgentsSection(Section):
     @property
     def num_agents(self) -> int:
         """N, the number of agents in the system."""
+        # An oracle without attackers has their samples dealt out all the same.
         malicious = 0 if self.malicious_role == "removed" else self.num_malicious
         return self.num_benign + malicious
 
@@ -281,6 +285,7 @@ class AgentsSection(Section):
             return 0.0
         if self.assumed_share is not None:
             return self.assumed_share
+        # A rule of the literature is given the true share, its best case.
         return self.num_malicious / (self.num_benign + self.num_malicious)
 
     @field_validator("graph", "skew", "cluster_transform", "loss_groups", mode="before")
@@ -339,6 +344,7 @@ class Privacy(Section):
 
     @model_validator(mode="after")
     def _check_noise(self) -> "Privacy":
+        # Epsilon follows from the noise and the number of rounds, so that one decides the other.
         if (self.noise is None) == (self.epsilon is None):
             raise ValueError(
                 "`training.privacy` needs `noise`, or a target `epsilon`, and not both"

@@ -45,6 +45,7 @@ def neighbours(
 ) -> tuple[Int[Tensor, " _k"], ...]:
     """Make a graph on all agents and return the ascending ids that each agent may ask."""
     n = len(cluster)
+    # A view is a list by agent already, and it is not symmetric.
     if getattr(graph, "func", graph) is random_view:
         return tuple(graph(cluster, draw))
     result = validated_graph(graph, graph(cluster.clone(), draw), n)
@@ -75,6 +76,7 @@ def torus(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph:
     import networkx as nx
 
     n = len(cluster)
+    # The largest divisor up to the root of N is the side of the squarest grid.
     rows = max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
     if rows < 2:
         raise ConfigError(
@@ -124,6 +126,7 @@ def random_view(
     _require_between("size", size, 1, n - 1, n)
     ids = np.empty((n, size), np.int64)
     for j in range(n):
+        # Ids from the agent on are shifted by one, which leaves the agent itself out.
         others = np.sort(draw.choice(n - 1, size, replace=False))
         ids[j] = others + (others >= j)
     return torch.from_numpy(ids)
@@ -164,6 +167,7 @@ def same_cluster(cluster: Int[Tensor, " N"], draw: np.random.Generator) -> Graph
     import networkx as nx
 
     graph = nx.Graph()
+    # An agent alone in its cluster has no link, and is in the graph.
     graph.add_nodes_from(range(len(cluster)))
     for k in sorted(set(cluster.tolist())):
         members = (cluster == k).nonzero().flatten().tolist()

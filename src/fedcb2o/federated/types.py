@@ -224,6 +224,7 @@ class CriterionInput:
 
     def _per_agent(self, change: Callable[[Any], Any]) -> dict[str, Any]:
         """Apply a function to the fields with an axis over agents."""
+        # Not `dataclasses.asdict`, which would copy the model buffer.
         values = {name: getattr(self, name) for name in _PER_AGENT}
         return {name: None if value is None else change(value) for name, value in values.items()}
 
@@ -340,7 +341,9 @@ class Reduction:
 
     def apply(self, x: Float[Tensor, "k b"], first: int) -> Float[Tensor, " b"]:
         """Reduce some columns of X, of which `first` is the first."""
+        # Mixed here, on some columns: P X of all columns would be a second model buffer.
         x = x if self.mixing is None else self.mixing.to(x.device, x.dtype) @ x
+        # Few reductions depend on the column; those of users have one argument.
         return self.reduce(x, *[first] * self.takes_offset)
 
 

@@ -102,12 +102,14 @@ class ValidationOracle:
                 models_per_batch=spec.kernels.models_per_batch,
                 reference=group.reference(self.k),
             )
+        # Criteria of users compute on the CPU, whatever the device of the models.
         return values.cpu()
 
     def _data(self, count: int | None) -> Shard:
         data = self.group.data
         x, y = data.gather(np.array([self.k]), data.validation)
         shard = Shard(x[0], y[0])
+        # Spaced over all samples, because these may be sorted by class.
         if count is None or count >= len(shard):
             return shard
         return shard.part(np.arange(count) * len(shard) // max(1, count))
@@ -156,9 +158,11 @@ def admit(
 
     for position in positions.tolist():
         index = inbox.ids.flat_index(np.array([position]))
+        # The check costs a forward pass, so that models which are refused anyway have none.
         suspects = index[(outcome[index] == ADMITTED) & ~is_own[index]]
         if suspects.size:
             rise = sensitivity_rises(group, int(members[position]), inbox.rows[suspects], n)
+            # Not `rise > ...`: NaN is refused, too.
             outcome[suspects[~(rise <= guards.max_sensitivity)]] = TOO_SENSITIVE
     return outcome
 
@@ -173,6 +177,7 @@ def sensitivity_rises(
             "the guard `max_sensitivity` compares classes on images of noise, and the data have "
             "no classes or no pixels: leave it out"
         )
+    # All models of a round get the same noise; an attacker cannot know that of the next one.
     draw = stream(spec.seed, "noise", n, int(group.agents[k]))
     noise = noise_images(x.shape[1:], group.data.value_range, draw).to(group.models.device)
     own = torch.from_numpy(group.layout.own[[k]])
@@ -219,6 +224,7 @@ def validate_batches(
 
         losses = own_losses = None
         if algorithm.needs_losses:
+            # One call with the agent's model last: its samples are gathered once.
             both = validation_losses(group, equal_members, received.with_own(own))
             losses, own_losses = both.select(slice(None, -1)), both.select(slice(-1, None))
 
@@ -235,6 +241,7 @@ def validate_batches(
             tolerated=tolerated(algorithm.guards, losses, own_losses),
             last_layer=group.spec.last_layer,
         )
+        # A function for one agent gets a view without the axis over agents.
         if algorithm.is_batched:
             yield RuleCall(equal, entries, inputs)
             continue

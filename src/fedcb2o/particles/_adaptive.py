@@ -111,6 +111,7 @@ class Adaptive:
         for run, hopper in enumerate(state.memory):
             hopper.update(to_array(state.theta[run]), *_levels(item, run))
             if item.barred_lower is not None:
+                # A smaller L with an infinite G makes the success doubtful, whatever follows.
                 hopper.least_barred = min(hopper.least_barred, float(item.barred_lower[run].min()))
             if not hopper.has_value:
                 count = hopper.count

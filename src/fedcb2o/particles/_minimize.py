@@ -146,6 +146,7 @@ def minimize(
     if ordered is not None:
         for name in ("lower", "upper", "tolerances", "levels", "clusters"):
             del arguments[name]
+        # Without the decorator, which would call the objectives itself.
         steps = inspect.unwrap(minimize)
         return (yield from minimize_in_order(steps, ordered, tolerances, arguments))
     limits: Any = {
@@ -163,6 +164,7 @@ def minimize(
     lower = convert_functions("`lower`", lower, args, errors, or_none=False)
     upper = convert_functions("`upper`", upper, args, errors, hint=hint)
     gradient = convert_functions("`gradient`", gradient, args, errors, vector=True)
+    # After the conversion: the violations are functions of points of any form.
     lower, upper = with_constraints(lower, upper, constraints, tolerance, errors)
     place: Any = {"bounds": bounds, "x0": x0, "spread": spread, "initial": initial}
     size: Any = {"num_particles": num_particles, "runs": runs, "adversaries": adversaries}

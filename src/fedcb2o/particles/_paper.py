@@ -101,6 +101,8 @@ class Paper:
             if not callable(getattr(self, name)):
                 checked[name] = settings.schedule_value(name, getattr(self, name), 0)
         for name, value in checked.items():
+            # The checked values replace those of the user, such as a NumPy number by a Python
+            # float.
             object.__setattr__(self, name, value)
         settings.check_choices(
             {
@@ -139,6 +141,7 @@ class Paper:
         self, system: System, state: Ensembles, values: list[Values], check_writes: bool
     ) -> Evaluation:
         """Receive the values, and compute the consensus points."""
+        # Parameters are checked in each step otherwise, which a small ensemble would notice.
         params = self._constant_params or self._params_at(state.n)
         return system.consensus(state, values, params, check_writes)
 
@@ -156,9 +159,11 @@ class Paper:
             sigma1 = settings.schedule_value("sigma1", sigma1, state.n)
 
         def move_(benign: Tensor) -> None:
+            # The step moves all particles in place; those outside of the batch are put back.
             before = None
             if self.update == "batch" and info.batch is not None:
                 before = benign.clone()
+            # All clusters draw at once, so that the numbers do not depend on their number.
             n, draw = system.num_benign, state.streams.normals
             normals = draw("noise", n) if sigma1 else None
             gradient_normals = draw("gradient noise", n) if self.sigma2 else None
@@ -196,6 +201,7 @@ class Paper:
         """Return the least L of each cluster, and G there [runs, clusters, 2]; else L twice."""
         pairs = []
         for cluster, values in zip(system.clusters, info.values, strict=True):
+            # Only benign particles: malicious ones may report any value.
             least, rows = values.lower[:, cluster.rows].min(1, keepdim=True)
             upper = least
             if values.upper is not None:
@@ -216,6 +222,7 @@ class Paper:
         agreed = torch.tensor([end.agreed for end in ends])
         success = agreed
         if agreed.any():
+            # The comparison is part of `maxfev`, too.
             spent = max(end.nfev for end in ends) + len(start.system.clusters)
             left = math.inf if start.maxfev is None else start.maxfev - spent
             at_boundary = yield from self._is_at_boundary(x, at_x, start, left)
@@ -248,6 +255,7 @@ class Paper:
         offset = x - (low + high) / 2
         at_edge = (offset.abs() > _EDGE_SHARE * half) & (half > 0)
         if system.bounds is not None:
+            # A bound is where the user wants particles to end.
             at_edge &= torch.where(offset > 0, system.bounds[1], system.bounds[0]).isinf()
         improves = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
         if not at_edge.any():
@@ -255,6 +263,7 @@ class Paper:
 
         # 1. Directions outwards: in all edge coordinates at once, and in the furthest ones alone.
         step = torch.where(at_edge, offset.sign() * half, 0.0).unsqueeze(2)
+        # Only the furthest coordinates are tried: in many dimensions each costs an evaluation.
         distance = (step * offset.unsqueeze(2) / half.square().unsqueeze(2)).nan_to_num(0.0)
         furthest = distance.topk(min(_MAX_SINGLE_COORDINATES, x.shape[2])).indices
         single = step.new_zeros(*x.shape[:2], furthest.shape[-1], x.shape[2])
@@ -275,6 +284,7 @@ class Paper:
                     _LOGGER.warning(_FAILURE_MESSAGE, error)
                 is_logged = True
                 continue
+            # Points with L within delta_q count as minimisers of L, so that only G compares them.
             slack = 0.0 if outer.upper is None else self.delta_q
             better = outer.lower < inner.lower - slack
             if outer.upper is not None and inner.upper is not None:
@@ -314,6 +324,7 @@ class Paper:
             if params.delta_q == 0:
                 num_benign = system.num_benign
                 if self.batch is not None:
+                    # The sub-level set is one of the batch, with its share of benign particles.
                     num_benign = max(1, round(self.batch / system.num_particles * num_benign))
                 risks += explain_capture(params, w_m, num_benign, dim)
             if params.beta >= (1 - w_m) / 2 - 1e-12:

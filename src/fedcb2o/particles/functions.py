@@ -95,6 +95,7 @@ def from_point(
     @functools.wraps(function)
     def objective(x: Tensor, *args: Any) -> Tensor:
         nonlocal is_logged
+        # A copy: a function that writes into its point would move the particle.
         points = x.detach().cpu().numpy().copy().reshape(-1, x.shape[-1])
         call = functools.partial(evaluate, function, args)
         values = list(workers(call, points))
@@ -107,6 +108,7 @@ def from_point(
             is_logged = True
         if failures:
             shape = next((np.shape(value) for value in values if not isinstance(value, str)), ())
+            # A failed point needs the shape of the others, which a constraint has.
             missing = np.full(shape, np.nan).tolist()
             values = [missing if isinstance(value, str) else value for value in values]
         kinds = {isinstance(value, bool) for value in values}
@@ -210,6 +212,7 @@ class UserFunction:
         self._arrays_only = arrays_only
         self._form: _Form | None = None
         self._is_logged = False
+        # Messages and reports name the function of the user.
         functools.update_wrapper(self, function, updated=())
         if getattr(function, _CONVERTED, False):
             self._form = _Form("", function, of_rows=False)

@@ -61,6 +61,7 @@ class Ledger:
             if worker not in self._holders[row]
             and (self._values[row] or len(self._holders[row]) < _MAX_HOLDERS)
         ]
+        # Points with a value first: a second one settles them, and the step can go on.
         free.sort(key=lambda row: (not self._values[row], len(self._holders[row]), row))
         rows = free[:count]
         for row in rows:
@@ -101,6 +102,7 @@ class Ledger:
         if worker is None or (len(values) == 1 and not self._pays(row, worker, value)):
             self._accept(row, value)
             return
+        # Two workers that agree are believed: one that lies has to find another with the same lie.
         for _, other in values[:-1]:
             if _are_equal(value, other):
                 for name, item in values:
@@ -115,6 +117,7 @@ class Ledger:
         """Return whether another value of a point is worth its evaluation."""
         if len(self._known) < 2:
             return False
+        # A wrong value harms most where it would be the answer.
         is_best = self._best is None or tuple(value) < self._best
         return bool(is_best or self._is_drawn[row] or self.suspicion(worker) > _SUSPICIOUS)
 

@@ -76,6 +76,7 @@ class Level:
         """Set the largest value that counts as minimal, at the minimiser x [d] of this level."""
         values = self._function(x[None])[0].double()
         self.cap = float(values.mean())
+        # Relative to the least value, and not to the spread, which depends on the box.
         size = abs(self.cap)
         if self.tolerance.errors:
             count = values.numel()
@@ -99,6 +100,7 @@ class Level:
     def excess(self, x: Tensor) -> Tensor:
         """Return what the level is above its cap, in units of the first typical excess."""
         excess = (self(x) - self.cap).clamp(min=0)
+        # Levels have units of their own: without a scale the largest would hide the others.
         if not self._scale:
             self._scale = float(excess[excess > 0].median()) if (excess > 0).any() else 1.0
         return excess / self._scale
@@ -110,6 +112,7 @@ def split_levels(function: Callable[..., Any], count: int, args: Any, errors: st
     latest: list[Tensor] = []
 
     def values(x: Tensor) -> Tensor:
+        # `minimize` asks for L and G of the same points one after the other.
         if not latest or not torch.equal(latest[0], x):
             found = joint(x)
             if (got := found.shape[-1]) != count:
@@ -140,6 +143,7 @@ def minimize_in_order(
     for item in lowers:
         settings.check_function("`lower`", item, "a function, or a list with one for each cluster")
     common = dict(arguments)
+    # The levels take the arguments of the user, and no stage needs them again.
     args, errors = common.pop("args"), common["errors"]
     if count == 1 or (count == 2 and parsed[0] == Tolerance()):
         upper = None if count == 1 else with_args(lowers[1], args)
@@ -167,11 +171,14 @@ def minimize_in_order(
         stage = dict(common, constraints=[*items, *capped])
         dynamics = Adaptive() if stage["dynamics"] in (None, "adaptive") else stage["dynamics"]
         if k < count - 1 and isinstance(dynamics, Adaptive):
+            # An earlier level needs its least value only, and not one minimiser.
             stage["dynamics"] = dataclasses.replace(dynamics, agree="value")
         if common["maxfev"] is not None:
             left = common["maxfev"] - sum(result.nfev for result in results)
+            # What a stage does not use is left for the later ones.
             stage["maxfev"] = left // (count - k)
         if results:
+            # The end of a stage meets the constraints of the next one.
             stage |= {"x0": results[-1].x, "initial": None}
             stage["time_limit"] = max(1e-3, common["time_limit"] - time.monotonic() + started)
         objectives = [objective for objective in (lower, levels[k]) if objective is not None]

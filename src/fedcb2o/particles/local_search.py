@@ -70,6 +70,7 @@ def search_locally(
     `request` has the objectives. `low` and `high` [d] are the box, whose widths are the units.
     An end whose objective is at most `rival` is improved by central differences.
     """
+    # Units of the box: SLSQP takes all coordinates for comparable.
     width = np.where(high > low, high - low, 1.0)
     is_free = high > low
     records: list[tuple[Array, Array, Array]] = []
@@ -84,6 +85,7 @@ def search_locally(
         points[:, is_free] += offsets * width[is_free]
         if walls is not None:
             points = points.clip(*walls)
+        # SLSQP waits here, in its thread, until the caller of the generator has the values.
         questions.put(points)
         answer: tuple[Array, Array] | None = answers.get()
         if answer is None:
@@ -108,10 +110,12 @@ def search_locally(
         left = limit
         is_spent = False
         while isinstance(question := questions.get(), np.ndarray):
+            # A part of a gradient would be useless, so that a search ends before it.
             if len(question) > left:
                 is_spent = True
                 answers.put(None)
                 continue
+            # Counted before the evaluation, since the caller may not return.
             left -= len(question)
             theta = torch.from_numpy(question).to(request.theta)[None]
             values = yield dataclasses.replace(request, theta=theta)
@@ -123,6 +127,7 @@ def search_locally(
                 residuals = to_array(request.lower.latest_residuals)  # type: ignore[attr-defined]
                 residuals = residuals.reshape(-1, residuals.shape[-1])
             records.append((to_array(theta[0]), lower, upper))
+            # SLSQP would go on from NaN, and never leave it.
             is_finite = np.isfinite(upper).all() and np.isfinite(residuals).all()
             answers.put((upper, residuals) if is_finite and np.isfinite(lower).all() else None)
     finally:
@@ -131,6 +136,7 @@ def search_locally(
     if isinstance(question, Exception):
         raise question
     points, lowers, uppers = (np.concatenate(parts) for parts in zip(*records, strict=True))
+    # SLSQP may end at a worse point than one on its way.
     best = np.lexsort((uppers, lowers))[0]
     is_better = best > 0 and (lowers[best], uppers[best]) < (lowers[0], uppers[0])
     reasons = (bool(question and is_better), bool(is_spent and is_better))
@@ -208,6 +214,7 @@ class _Differences:
         if key not in self._slopes:
             value, residual = self.at(z)
             step = (_CENTRAL if self.is_central else _DIFFERENCE) * np.maximum(1.0, abs(z))
+            # At a wall the difference is taken inwards.
             ahead = np.where(z + step > self.high, -step, step)
             points = z + np.diag(ahead)
             if self.is_central:  # one-sided at a wall
@@ -232,6 +239,7 @@ def _repair(z: Array, problem: _Differences) -> None:
     margin = 1e-14
     for _ in range(_MAX_REPAIRS):
         excess = problem.at(z)[1]
+        # A point far outside is no matter of rounding: the search has failed there.
         if excess.max() <= 0 or excess.max() > _NEARLY_ACTIVE:
             return
         if matrix is None:
@@ -239,5 +247,6 @@ def _repair(z: Array, problem: _Differences) -> None:
         is_active = excess > -_NEARLY_ACTIVE
         margin = max(10 * margin, float(excess.max()) / 2)
         target = -(excess[is_active] + margin).clip(0)
+        # The least-norm step to the linearised constraints moves the objective the least.
         step = np.linalg.lstsq(matrix[is_active], target, rcond=None)[0]
         z = (z + step).clip(problem.low, problem.high)

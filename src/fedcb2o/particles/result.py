@@ -189,6 +189,7 @@ class Result(Mapping[str, Any]):
         lines: list[tuple[str, Any]] = [("message", self.message), ("success", self.success)]
         names = ["x", "lower", "upper"]
         if self.constr_violation is not None:
+            # With constraints, L is their violation, which the user has not written.
             names = ["x", "fun", "constr_violation"]
         for name in names:
             value = getattr(self, name)
@@ -206,6 +207,7 @@ class Result(Mapping[str, Any]):
 
     def _summary_of_runs(self) -> list[tuple[str, Any]]:
         count = len(self.message)
+        # Runs of equal settings end in few ways, and one line has room for one.
         most_common = max(set(self.message), key=self.message.count)
         frequency = self.message.count(most_common)
         lines = [

@@ -78,6 +78,7 @@ def cb2o(
     if has_many_seeds(options.get("seed")):
         raise ConfigError("cb2o takes one seed; many runs at once are fedcb2o.minimize's")
     if tol is not None:
+        # SciPy passes its `tol` to every method; here it is a parameter of the dynamics.
         dynamics = resolve_dynamics(options.get("dynamics"), is_single=True)
         options["dynamics"] = dataclasses.replace(dynamics, xtol=tol)
 
@@ -96,6 +97,7 @@ def cb2o(
             names = set(inspect.signature(callback).parameters)  # type: ignore[arg-type]
         if names != {"intermediate_result"}:
             return callback(x)  # type: ignore[misc]
+        # One more evaluation: the consensus point is no particle.
         fun = objective(state.x[None]).item()
         return callback(intermediate_result=OptimizeResult(x=x, fun=fun))  # type: ignore[misc]
 
@@ -124,6 +126,7 @@ def _to_scipy_result(result: Result) -> OptimizeResult:
             value = value.numpy() if value.ndim else value.item()
         if value is not None:
             values[name] = value
+    # SciPy's results have these fields for problems with constraints only.
     if result.constr is not None:
         values["constr"] = [violation.numpy() for violation in result.constr]
     if result.fun is result.upper:  # the objective under constraints

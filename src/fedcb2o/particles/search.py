@@ -289,6 +289,7 @@ class Search:
         values = to_values(theta, low, up, slope, radius=request.radius)
         lower = values.lower.flatten()
         upper = lower if values.upper is None else values.upper.flatten()
+        # L decides, and G between points of equal L.
         row = int(np.lexsort((upper.cpu().numpy(), lower.cpu().numpy()))[0])
         x = theta.reshape(-1, theta.shape[-1])[row].clone()
         best = Best(x, float(lower[row]), float(upper[row]))
@@ -322,6 +323,7 @@ class Search:
 
     def _open(self, request: EvaluationRequest) -> None:
         self._request = request
+        # float64 on the CPU: points are compared by their bytes when values come back.
         self._ledger.open(request.theta.flatten(0, 1).double().cpu().numpy())
 
     def _record(self, entry: dict[str, Any]) -> None:
@@ -329,6 +331,7 @@ class Search:
         if self._file is not None:
             with self._file.open("a", encoding="utf-8") as lines:
                 lines.write(json.dumps(entry) + "\n")
+                # A killed process loses no value that `tell` has taken.
                 lines.flush()
 
     def _replay(self, entries: Any) -> None:
@@ -386,6 +389,7 @@ def _check_values(name: str, values: Any, like: Tensor) -> Tensor:
     if tensor.shape != like.shape:
         shapes = f"{[*like.shape]} of the requested points, got {[*tensor.shape]}"
         raise ConfigError(f"`{name}` must have the shape {shapes}")
+    # Whole numbers and lists take the type of the points; a type of the user stays.
     is_float = tensor.dtype in (torch.float64, torch.float32)
     return tensor if is_float and isinstance(values, Tensor | np.ndarray) else tensor.to(like.dtype)
 

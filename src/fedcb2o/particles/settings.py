@@ -95,6 +95,7 @@ def check_device(name: Any) -> torch.device:
     """Return a PyTorch device by its name; None for the CPU."""
     try:
         device = torch.device("cpu" if name is None else name)
+        # A device that PyTorch knows need not be in this machine.
         torch.zeros(1, device=device).cpu()
     except (RuntimeError, AssertionError, TypeError) as error:
         version = torch.__version__

@@ -70,6 +70,7 @@ class Streams:
 
     def for_runs(self, kept: Sequence[int]) -> "Streams":
         """Return the streams of a part of the runs, which share these generators."""
+        # Generators stay shared: the numbers of a run do not depend on which runs are left.
         part = copy.copy(self)
         part._seeds = [self._seeds[run] for run in kept]
         part._generators = {
@@ -183,6 +184,7 @@ class System:
         # Points that a user of `Search` evaluated unasked.
         self.own: list[tuple[Tensor, Values]] = []
         self.bounds = bounds
+        # Malicious particles may be anywhere, and so may an average with them.
         self._m_bounds = None if adversaries else bounds
         self._is_fixed: Tensor | None = None
         if self._m_bounds is not None and self._m_bounds[0].eq(self._m_bounds[1]).any():
@@ -215,6 +217,7 @@ class System:
 
     def final_request(self, theta: Tensor, cluster: Cluster) -> EvaluationRequest:
         """Return a request at the end of all runs, and count its points."""
+        # `nfev` counts these points too, though no step asked for them.
         self.num_final += theta.shape[1]
         return EvaluationRequest(theta, cluster.lower, cluster.upper, self.flat)
 
@@ -270,6 +273,7 @@ class System:
 
     def spread(self, theta: Tensor, m: Tensor) -> Tensor:
         """Return the root mean squared distance [runs, clusters] of each cluster from m."""
+        # By cluster: the distance between clusters is no lack of agreement.
         squares = [
             (theta[:, cluster.rows] - m[:, k : k + 1]).square_().sum(-1).mean(-1)
             for k, cluster in enumerate(self.clusters)
@@ -284,6 +288,7 @@ class System:
         `evaluation` is that before the step. The particles change in place, the benign ones by
         `move_`.
         """
+        # Adversaries see the ensemble before the benign particles move.
         evaluated: list[int] = []
         moves = [
             self._move(state, evaluation, adversary, rows, dt, evaluated)
@@ -311,6 +316,7 @@ class System:
     ) -> EvaluationRequest:
         lower = cluster.lower
         if isinstance(lower, Constraints):
+            # Each run scales its constraints by its own first ensemble.
             lower = lower.for_runs(state.runs)
         return EvaluationRequest(
             theta, lower, cluster.upper, self.flat, gradient, self.radius, check_writes, self.own
@@ -407,8 +413,10 @@ class System:
             if evaluation.batch is not None and not self.needs_gradient:
                 values = evaluate(state.theta, cluster)
             values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
+            # The points of the attacker are one axis, so that many are tried in one evaluation.
             others = state.theta[:, remaining].unsqueeze(1)
             if values.excluded is not None:
+                # 0 times infinity is NaN, also where the weight of a particle is 0.
                 others = others.masked_fill(values.excluded.unsqueeze(-1), 0.0)
             if points is None:
                 mu = consensus_weights(values, params, mass)
@@ -419,6 +427,7 @@ class System:
                 lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size)
             )
             mu = consensus_weights(_concatenate(values, at_points), params, mass)
+            # All of the attacker's particles are at one point: their weights are added once.
             moved_mass = mu[..., -size:].sum(-1, keepdim=True)
             results.append(consensus.point(mu[..., :-size], others) + moved_mass * points)
         return torch.stack(results, 2)
@@ -456,6 +465,7 @@ def _mass(theta: Tensor, num_benign: int, adversaries: Sequence[Adversary]) -> T
     if fixed >= 1:
         raise ConfigError(f"the adversaries' `mass` must add up to less than 1, got {fixed:g}")
     counts = (adversary.num_particles for adversary in adversaries if adversary.mass is None)
+    # Particles without a mass of their own share what is left.
     equal_share = (1 - fixed) / (num_benign + sum(counts))
     shares = [equal_share] * num_benign
     for adversary in adversaries:

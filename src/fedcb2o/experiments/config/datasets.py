@@ -71,6 +71,7 @@ def load_for_data(
             "the key `agents.benign` is missing: the number of benign agents in each cluster (only"
             " data with owners need none)"
         )
+    # Counted by the sections, so that a list by cluster and one number mean the same here.
     malicious = provisional.agents.num_malicious
     if malicious >= num_agents:
         raise ConfigError(
@@ -96,8 +97,11 @@ def load_dataset(experiment: Experiment, data_dir: Path | None) -> Dataset:
     pool = validate_shard(f"{where}, in its pool,", dataset.pool, num_classes)
     test = validate_shard(f"{where}, in its test,", dataset.test, num_classes)
     _check_owners(where, dataset)
+    # `fedcb2o.dataset` has compared its parts already; only functions of the user have not.
     if not dataset.is_checked:
         dataset = match_dataset(where, dataclasses.replace(dataset, pool=pool, test=test))
+        # The parts of built-in data sets are known, and some overlap by the choice of their
+        # authors.
         if plugins.USER_FUNCTION.get(function) is not None:
             dataset = inputs.check_overlap(dataset)
     check_attack_goal(experiment, dataset)
@@ -192,6 +196,7 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
     if num_classes and (y.min() < 0 or y.max() >= num_classes):
         got = f"{int(y.min())} to {int(y.max())}"
         raise ConfigError(f"{where} has labels outside 0 to {num_classes - 1}: {got}")
+    # Bytes are pixels and tokens are looked up; other whole numbers mean neither.
     is_whole = x.dtype == torch.uint8 or x.dtype in TOKEN_TYPES
     if not (is_whole or (x.is_floating_point() and x.isfinite().all())):
         raise ConfigError(
@@ -206,6 +211,7 @@ def validate_shard(where: str, shard: Shard, num_classes: int) -> Shard:
         cure = "shift or scale the targets in float64 first"
         targets = input_arrays.to_array("y", y)
         input_arrays.warn_of_merged_values(f"{where} holds as targets", targets, cure)
+    # Gradients of the user would keep a graph of all batches alive.
     return Shard(x.detach(), y.detach())
 
 
@@ -231,6 +237,8 @@ def _check_owners(where: str, dataset: Dataset) -> None:
         return
     for name, shard, lowest in (("pool", dataset.pool, 0), ("test", dataset.test, -1)):
         ids = getattr(owners, name)
+        # The pool has no common samples: each sample to train on needs an owner, so -1 is for
+        # tests.
         is_valid = ids.shape == (len(shard),) and ids.dtype == torch.int64
         if not is_valid or not (lowest <= ids.min() and ids.max() < count):
             raise ConfigError(
@@ -246,6 +254,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     """Deal the samples out. `tuning` holds the test samples that a seed draws itself."""
     agents = experiment.agents
     if not dataset.class_names and (agents.split != "random" or agents.skew is not None):
+        # A stratified split and a skew both count samples by class.
         key = "skew" if agents.split == "random" else "split"
         raise ConfigError(
             f"`agents.{key}` depends on classes, and the data have none: leave it out"
@@ -263,6 +272,7 @@ def build_population(experiment: Experiment, seed: int, dataset: Dataset) -> Pop
     for k in range(agents.num_clusters):
         view(dataset.pool.part(np.arange(1)), k)
     labels = dataset.labels(shared_pool(experiment, dataset))
+    # The labels are those before the transform, so that all clusters deal out the same samples.
     benign_samples, malicious_samples = samples_per_agent(experiment)
     available = torch.arange(len(labels))
     test = None

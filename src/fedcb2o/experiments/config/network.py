@@ -90,6 +90,7 @@ def _initialised_module(
             "`model.name` must be a function (input_shape, num_classes) that builds the network, "
             "and is a network: let the function build it, since each process has its own"
         )
+    # Without the hint the network would be built with the height for the channels.
     hint = channels_last_hint(shape)
     if hint and name in ("cnn", "resnet"):
         raise ConfigError(f"the model `{name}` has convolutions: {hint}")
@@ -147,6 +148,7 @@ def init_models_(
     ids: Sequence[int],
 ) -> None:
     """Fill rows with the initial models theta_0^j of agents, and of clusters after them."""
+    # One start for all keeps the differences between models those of their training.
     is_independent = experiment.agents.initialisation == "independent"
     num_agents = experiment.agents.num_agents
     clusters = experiment.resolved.algorithm.clusters

@@ -59,6 +59,7 @@ class PreparedSeed:
     def num_persistent_rows(self) -> int:
         """The rows of a model buffer that outlive a round: agents, then clusters."""
         clusters = self.spec.algorithm.clusters
+        # IFCA has one model per cluster, DFCA one per cluster and agent.
         num_agents = self.spec.num_agents
         return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))
 
@@ -66,6 +67,7 @@ class PreparedSeed:
         """Return the samples that agents are scored on: the test set, or the seed's draw."""
         if self.experiment.evaluate_on == "test":
             return self.dataset.test
+        # The choice has indices into the shared pool, which redrawn test samples are a part of.
         pool = shared_pool(self.experiment, self.dataset)
         chosen = self.population.tuning
         return Shard(pool.x[chosen], pool.y[chosen])
@@ -85,6 +87,7 @@ class PreparedSeed:
             "convolution": convolution,
             "together": together,
         }
+        # Both hold the section: records read the experiment, rounds the specification.
         training = self.experiment.training.model_copy(update={"precision": precision})
         experiment = self.experiment.model_copy(update={**kernels, "training": training})
         module = self.spec.module
@@ -123,6 +126,7 @@ class PreparedSeed:
         self, agents: Sequence[int], own_rows: Int[np.ndarray, " a"], num_persistent_rows: int
     ) -> BufferLayout:
         """Return the layout of a buffer whose first `num_persistent_rows` outlive a round."""
+        # An attack may publish another model for each receiver, which needs a row of its own.
         crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
         return BufferLayout.create(
             own_rows,
@@ -144,6 +148,7 @@ class PreparedSeed:
 def _select(samples: Sequence[Int[Tensor, " _n"]], agents: Sequence[int]) -> Ragged:
     chosen = [samples[j] for j in agents]
     sizes = np.array([own.shape[0] for own in chosen], np.int64)
+    # One array with offsets: thousands of small tensors would take longer to send and to read.
     return Ragged(torch.cat(chosen).numpy(), sizes)
 
 
@@ -151,6 +156,7 @@ def _owner_tests(population: Population, dataset: Dataset, agents: Sequence[int]
     """Return the agents' own test samples and the common ones, where agents bring their data."""
     if population.tests is None or dataset.owners is None:
         return {}
+    # An owner of -1 marks a sample that all agents are tested on.
     common = np.flatnonzero(dataset.owners.test.numpy() < 0)
     return {"own_tests": _select(population.tests, agents), "common_test": common}
 
@@ -174,6 +180,7 @@ def build_run_spec(
     x = features(dataset.pool.x[:2])
     # On a device, or with `together` set, several agents share one program.
     is_batched = experiment.together is not None or not devices.is_cpu(experiment.device)
+    # The last batch of an epoch may have one sample, which batch norms refuse.
     accepts_single_sample = network_checks.accepts_single_sample(module, x[:1])
     # The check takes time, and only several agents in one program need it.
     is_independent = is_batched and network_checks.is_sample_independent(module, x)
@@ -246,6 +253,7 @@ def prepare_seed(experiment: Experiment, seed: int, dataset: Dataset) -> Prepare
         max_samples=max_samples(experiment, dataset),
         neighbours=resolved.neighbours(seed, population.cluster),
     )
+    # Delta is compared with the samples that were dealt, which no key of the section has.
     privacy.check_delta(spec.training, map(len, population.train))
     view = build_view(experiment, dataset)
     prepared = PreparedSeed(experiment, seed, dataset, population, spec, adversary, view)

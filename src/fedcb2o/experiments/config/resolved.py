@@ -100,6 +100,7 @@ class Resolved:
 
     def neighbours(self, seed: int, cluster: Int[Tensor, " N"]) -> tuple[Tensor, ...] | None:
         """Make the graph of contacts; None where every agent may ask all others."""
+        # A complete graph would take memory for N^2 pairs.
         if self.graph is None:
             return None
         return topology.neighbours(self.graph, cluster, stream(seed, "graph"))
@@ -122,6 +123,7 @@ class Resolved:
                 for inner in value:
                     collect(kind, inner)
 
+        # Functions of data run before the rounds, and read no model.
         for kind in ("attack", "algorithm", "model"):
             collect(kind, self.settings.get(kind))
         return found
@@ -143,6 +145,7 @@ def resolve(components: Mapping[str, Any]) -> Resolved:
             part = component.resolve(kind, namespace)
             functions[name] = part.bound
             settings[key] = part.settings
+    # The transform has a default with parameters by the data, which no key can hold.
     functions["cluster_transform"] = functions["cluster_transform"] or _DEFAULT_TRANSFORM
     measured = _resolve_metrics(components["metrics"] or ())
     if components["metrics"] is not None:
@@ -156,6 +159,7 @@ def resolve(components: Mapping[str, Any]) -> Resolved:
         attacking, assault, poison = adversary.resolve_attack()
         settings["attack"] = attacking.settings
     wanted_answers = None
+    # On text, success is the share of wanted answers, and not a class.
     if poison is not None and attacks.ON_ANSWERS.get(poison.bound):
         wanted_answers = functools.partial(attacks.wanted_answers, attack=poison.bound)
     return Resolved(
@@ -179,6 +183,7 @@ def _resolve_metrics(components: Sequence[Component]) -> dict[str, Part]:
     for component in components:
         label = plugins.label(component.name)
         table = {"name": label, "column": getattr(component, "column", None)}
+        # Records derive the names of columns from settings, so that both agree.
         ((name, _),) = chosen_metrics([table]).items()
         if component.name in METRICS:
             raise ConfigError(f"`metrics` names `{name}`, which every run records: leave it out")
@@ -197,6 +202,7 @@ def _resolve_metrics(components: Sequence[Component]) -> dict[str, Part]:
 
 def _attack_goal(parameters: Mapping[str, Any]) -> AttackGoal:
     """Return the classes of an attack: its parameters `source` and `target`, or `pairs`."""
+    # An attack of one flip is one of several with one pair.
     pairs = parameters.get("pairs") or [(parameters.get("source"), parameters.get("target"))]
     sources, targets = zip(*pairs, strict=True)
     return AttackGoal(_class_labels(sources), _class_labels(targets))
@@ -219,4 +225,5 @@ def _backdoor_trigger(backdoor: _Function) -> Callable[[Tensor], Tensor] | None:
         for name in plugins.parameters(trigger)
         if name in backdoor.keywords
     }
+    # Test samples get the trigger that poisoned the training samples.
     return functools.partial(trigger, **arguments)

@@ -95,6 +95,7 @@ def with_recommended_agents(table: Any) -> Any:
         return table
     training = table.get("training")
     if isinstance(training, Mapping) and training.get("privacy") is not None:
+        # Epsilon counts noisy gradients only.
         return table  # losses on training samples would reveal them
     if table.get("keep_best"):
         return table
@@ -269,12 +270,14 @@ class Experiment(Section):
     @functools.cached_property
     def resolved(self) -> Resolved:
         """The functions that the experiment names, with their checked parameters; made once."""
+        # A frozen model allows it: nothing that it depends on can change.
         return resolve(self._components())
 
     def model_copy(
         self, *, update: Mapping[str, Any] | None = None, deep: bool = False
     ) -> "Experiment":
         """Copy the experiment with other values; what it resolved stays, unless they change it."""
+        # pydantic copies __dict__, and with it what this property cached.
         copy = super().model_copy(update=update, deep=deep)
         former = self._components()
         if any(former[key] is not value for key, value in copy._components().items()):
@@ -296,6 +299,7 @@ class Experiment(Section):
     def _check_agents(self) -> None:
         """Raise ValueError if the numbers of agents, their budget or the seeds do not fit."""
         agents = self.agents
+        # An agent does not ask itself.
         largest = agents.num_agents - 1
         if not 1 <= agents.budget <= max(1, largest):
             raise ValueError(
@@ -314,6 +318,7 @@ class Experiment(Section):
             )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"`seeds` must differ, got {list(self.seeds)}")
+        # A clean twin and the oracles have malicious agents without an attack.
         if self.attacked and self.attack is None:
             raise ValueError(
                 "malicious agents that attack need an [attack] section (or "
@@ -322,6 +327,7 @@ class Experiment(Section):
 
     def _check_precision(self) -> None:
         """Raise ValueError if the precision needs another device."""
+        # TF32 is a mode of NVIDIA's matrix units: elsewhere it would silently be float32.
         device = self.device or "cpu"
         if self.training.precision == "tf32" and device.split(":")[0] != "cuda":
             raise ValueError(
@@ -332,6 +338,7 @@ class Experiment(Section):
     def _check_algorithm(self, algorithm: Algorithm) -> None:
         """Raise ValueError if the algorithm does not fit the agents or the step size."""
         agents = self.agents
+        # Line 7 moves a model by this factor: above 1 it would pass the consensus point.
         factor = algorithm.factor(self.training.gamma)
         if algorithm.needs_losses and agents.num_malicious and agents.malicious_role == "benign":
             raise ValueError(
@@ -347,6 +354,7 @@ class Experiment(Section):
                 "in place of `agents.participation`"
             )
         self._check_privacy(algorithm)
+        # Some rules need more models than the budget lets an agent ask for.
         if algorithm.validate_budget is not None:
             algorithm.validate_budget(agents.budget)
         if not 0 < factor <= 1:
@@ -375,6 +383,7 @@ class Experiment(Section):
                 "`training.weights` of single samples would change what `training.privacy` "
                 "guarantees: leave one out"
             )
+        # The other kernels have no derivative by sample.
         if self.convolution not in (None, "grouped") or self.linear not in (None, "torch"):
             raise ValueError(
                 "gradients of single samples (`training.privacy`) have PyTorch's kernels: leave "
@@ -430,6 +439,7 @@ class Experiment(Section):
         algorithm = self.resolved.algorithm
         extra = 0
         if algorithm.clusters is not None:
+            # Models of clusters are rows after those of the agents.
             extra += algorithm.clusters.num_rows(agents.num_agents)
         if algorithm.keeps_previous:
             extra += agents.num_agents
@@ -441,6 +451,7 @@ class Experiment(Section):
 
     def clean_counterpart(self) -> "Experiment":
         """Return NAME-clean, the same with malicious agents that train on true labels."""
+        # The same samples and graph, so that the difference is the attack alone.
         agents = self.agents.model_copy(update={"malicious_role": "clean"})
         description = f"Malicious agents train on true labels: {self.description}"
         names = {
@@ -461,6 +472,7 @@ class Experiment(Section):
             update={
                 **names,
                 "algorithm": AlgorithmSection(name="local_training"),
+                # An agent that sends no model has nothing to protect.
                 "training": self.training.model_copy(update={"privacy": None}),
             }
         )

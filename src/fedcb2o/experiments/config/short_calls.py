@@ -114,6 +114,7 @@ def settings_of(
     for name, value in keywords.items():
         if isinstance(sections.get(name), Mapping):
             changes |= {f"{name}.{key}": inner for key, inner in value.items()}
+        # None of a keyword stands for its default here, but a preset may need None as a change.
         elif value is None and source is None:
             continue
         elif name in _DATA_KEYS:
@@ -159,6 +160,7 @@ def _data_component(data: Any, options: Mapping[str, Any]) -> Any:
 
         path = str(data)
         data = pd.read_csv(path)
+        # pandas reads such a file without an error, as one column of text.
         if len(data.columns) == 1 and ";" in data.columns[0]:
             raise DataError(
                 f"{path} separates its columns by semicolons: give the table in place of the file,"
@@ -182,6 +184,7 @@ def _data_component(data: Any, options: Mapping[str, Any]) -> Any:
         data = dataset(data, **options)
     elif options:
         raise DataError(f"`{_keyword(options)}` goes into `fedcb2o.dataset`, which made `data`")
+    # The name has the content, so that equal samples resume a run and others do not.
     name = f"data_{dataset_digest(data).replace('-', '_')}"
     return {"name": given.add(name, _GivenData(data))}
 
@@ -196,6 +199,7 @@ def _model_component(model: Any) -> Any:
     if not isinstance(model, nn.Module):
         return as_component(model)
     theta = parameters.flatten(model).detach().cpu()
+    # Two networks of one class differ by their layers, and by their weights.
     checksum = zlib.crc32(theta.numpy().tobytes(), zlib.crc32(repr(model).encode()))
     return {"name": given.add(f"network_{checksum:08x}", _GivenNetwork(model))}
 
@@ -216,6 +220,7 @@ def _defaults(data: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
     malicious = changes.get("agents.malicious")
     if malicious is None:
         malicious = max(1, round(_MALICIOUS_SHARE * count)) if changes.get("attack") else 0
+    # Of owners, the attackers are taken off; without owners the share is of a usual number.
     benign = changes.get("agents.benign", max(1, count - sum(_counts(malicious))))
     total = sum(_counts(benign)) + sum(_counts(malicious))
     found: dict[str, Any] = {
@@ -234,6 +239,7 @@ def _defaults(data: Dataset, changes: Mapping[str, Any]) -> dict[str, Any]:
             raise ConfigError("`model` is missing: these samples are no images and no numbers")
         found["model"] = {"name": "cnn" if x.ndim == 4 else "mlp"}
     if not data.class_names:
+        # Numbers have no cross-entropy.
         found["training.loss"] = "squared_error"
     return found
 

@@ -52,6 +52,7 @@ def changed_title(
     `before` and `after` are the titles of the algorithms. Another algorithm, and attackers where an
     oracle had none, make the preset's own title wrong.
     """
+    # An oracle is a preset without attackers, so that attackers make another experiment of it.
     roles = [settings.get("agents", {}).get("malicious_role") for settings in (preset, table)]
     own, _, detail = str(preset.get("title", "")).partition(" (")
     name, details = after
@@ -72,6 +73,7 @@ def _setup_changes(preset: Mapping[str, Any], table: Mapping[str, Any]) -> Itera
     """
     for section in _SETUP_SECTIONS:
         old, new = (dict(settings.get(section, {})) for settings in (preset, table))
+        # The parameters of another function have other meanings: naming them would not help.
         if new.get("name") != old.get("name"):
             yield f"{section} = {_text(new.get('name'))}"
             continue
@@ -92,6 +94,7 @@ def _details(
     values = {name: p.default for name, p in plugins.parameters(function).items()}
     variant = given.get("variant", values.get("variant"))
     if variant is not None:
+        # A variant sets several defaults; its name stands for them.
         values |= (plugins.VARIANTS.get(function) or {}).get(variant, {})
         yield variant
     for key, value in given.items():
@@ -100,6 +103,7 @@ def _details(
     if isinstance(section.guards, bool):
         yield "with guards" if section.guards else "without guards"
         return
+    # A title names what the user changed, and not the guards of the method itself.
     usual = method.bound().guards
     for key, value in algorithm.guards.model_dump().items():
         if value != getattr(usual, key):

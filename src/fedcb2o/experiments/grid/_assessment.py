@@ -54,6 +54,7 @@ class FixedAdversary:
         centre = (self.table["centre"][key] for key in ("share", "graph", "skew"))
         names = list(product(*axes))
         if not full:
+            # One axis at a time: all combinations take a night.
             middle = tuple(centre)
             names = [
                 name
@@ -99,6 +100,7 @@ def assessment_grid(
     algorithm = table.get("algorithm")
     if algorithm is None:
         raise ConfigError(f"{source} has no section [algorithm], which is what is assessed: add it")
+    # All else is the adversary's, so that methods differ in nothing but themselves.
     method: Changes = {"algorithm": algorithm}
     agents = {key: value for key, value in table.get("agents", {}).items() if key in _AGENT_KEYS}
     if agents:

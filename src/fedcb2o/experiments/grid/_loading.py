@@ -54,6 +54,7 @@ def load_grid(
     else:
         table = _read_built_in(str(source))
         where = f"grid `{source}`"
+    # Changes come before the axes, so that an entry of the grid overrules them.
     if changes:
         changes = plugins.to_python(changes)
         table = tables.apply_changes(table, changes, where)
@@ -68,6 +69,7 @@ def load_grid(
             name: _extended_defence(f"{where}: defence `{name}`", entry)
             for name, entry in table["defences"].items()
         }
+    # The message for a missing key would not say that this is an experiment.
     if "rounds" in table and "defences" not in table:
         raise ConfigError(f"{where} has no `defences`: an experiment is run by `fedcb2o run`")
     try:
@@ -88,6 +90,7 @@ def _extended_defence(where: str, defence: Any) -> Any:
         return defence
     changes = {key: value for key, value in defence.items() if key != "extends"}
     try:
+        # Only the algorithm: a defence with samples of its own could not be compared.
         algorithm = tables.preset(str(defence["extends"]))["algorithm"]
     except ConfigError as error:
         raise ConfigError(f"{where}: {error}") from error
@@ -150,8 +153,10 @@ def _check_axis(axis: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
     folders: dict[str, str] = {}
     for name, changes in entries.items():
         _check_keys(changes, [*CELL_KEYS, *AXIS_KEYS.get(axis, ())], f"{kind} `{name}`: ")
+        # Names are rows of tables and legends, where a line break would hide a part.
         if name != records.one_line(name):
             raise ConfigError(f"{kind} {name!r} must have a name of one line, with single spaces")
+        # Folders of runs have the names of their row and column.
         folder = records.slug(name)
         if not folder:
             raise ConfigError(
@@ -174,6 +179,7 @@ def _check_grid(grid: Grid) -> None:
         _check_reference("set_aside", attack, grid.attacks)
     for name, entry in grid.defences.items():
         if "tune" in entry:
+            # Lists first: reading a cell would fail with a message about its contents.
             label = f"candidate {{}} of `{name}`: "
             _check_change_list(f"defence `{name}`: `tune`", label, entry["tune"])
     for name, entry in grid.defences.items():
@@ -222,6 +228,7 @@ def _check_adversary(grid: Grid) -> None:
         raise ConfigError(
             "[adversary] is for attacks with several strengths, and none has `strengths`"
         )
+    # Strengths that were chosen on the reported seeds would overfit them.
     _check_own_seeds("adversary.seeds", adversary.seeds, grid)
     _check_reference("adversary.setting", adversary.setting, grid.settings)
     settings = grid.settings or [""]
@@ -229,6 +236,7 @@ def _check_adversary(grid: Grid) -> None:
         baseline = baseline_table(grid.experiment(setting, defence, attack), "clean")
         for number in range(len(grid.strengths[attack])):
             cell = grid.experiment(setting, defence, attack, strength=number)
+            # The success of strengths is net of one baseline.
             if not cell.attacked or baseline_table(cell, "clean") != baseline:
                 raise ConfigError(
                     f"strength {number + 1} of `{attack}` changes its baseline, so that strengths "
@@ -256,6 +264,7 @@ def _check_tuning(grid: Grid) -> None:
         return
     if not counts:
         raise ConfigError("[tuning] is for defences with candidates, and none has `tune`")
+    # More candidates are more chances to fit the tuning seeds.
     if len(set(counts.values())) > 1:
         listed = ", ".join(f"`{name}` {count}" for name, count in counts.items())
         raise ConfigError(

@@ -33,6 +33,7 @@ def write_provenance(
     """Write environment.json, agents.json and, for images, samples.safetensors."""
     write_environment(folder, prepared, workers, kernels, device)
     records.atomic_write(folder / "agents.json", records.to_json(_participants(prepared)))
+    # Reports draw how clusters see a sample; tables and texts have no picture.
     if prepared.dataset.pool.x.ndim == 4:
         content = save({"images": _sample_images(prepared)})
         records.atomic_write(folder / "samples.safetensors", content)
@@ -55,6 +56,7 @@ def _participants(prepared: PreparedSeed) -> dict[str, Any]:
         "source_in_validation": _source_counts(prepared),
     }
     if population.tests is not None:
+        # Without owners agents have numbers only.
         participants["names"] = list(population.names)
         participants["num_tested"] = [len(samples) for samples in population.tests]
     return participants
@@ -63,6 +65,7 @@ def _participants(prepared: PreparedSeed) -> dict[str, Any]:
 def _angles(prepared: PreparedSeed) -> dict[str, list[float]]:
     """Return the angle of each cluster, where clusters differ by rotation."""
     transform = prepared.experiment.agents.cluster_transform
+    # Without a key the transform is a rotation, the one of the paper.
     if transform is not None and transform.name != "rotation":
         return {}
     num_clusters = prepared.population.num_clusters
@@ -71,6 +74,7 @@ def _angles(prepared: PreparedSeed) -> dict[str, list[float]]:
         angles = [0.0] * num_clusters
     elif transform is not None:
         angles = transform.parameters.get("angles", angles)
+    # 90 in place of 90.0: a report has the number as a user writes it.
     return {"angles": [int(a) if a == int(a) else a for a in angles]}
 
 
@@ -86,6 +90,7 @@ def _source_counts(prepared: PreparedSeed) -> list[int | None]:
         return counts
     for k in range(population.num_clusters):
         members = [j for j, own in enumerate(cluster) if own == k and len(population.validation[j])]
+        # All agents at once would need the memory of all transformed samples.
         for start in range(0, len(members), _AGENTS_PER_VIEW):
             some = members[start : start + _AGENTS_PER_VIEW]
             samples = [population.validation[j] for j in some]
@@ -103,6 +108,7 @@ def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
     dataset = prepared.dataset
     num_clusters = prepared.population.num_clusters
     y = dataset.labels(dataset.pool)
+    # Of many classes, ten that are spread over all.
     classes = torch.linspace(0, dataset.num_classes - 1, min(10, dataset.num_classes)).long()
     first = torch.stack([_first_of_class(y, label) for label in classes])
     low, high = dataset.value_range
@@ -116,6 +122,7 @@ def _sample_images(prepared: PreparedSeed) -> torch.Tensor:
 
 def _first_of_class(y: torch.Tensor, label: torch.Tensor) -> torch.Tensor:
     matches = (y == label).nonzero()
+    # A class may have no sample in a pool of the user.
     return matches[0, 0] if len(matches) else torch.tensor(0)
 
 
@@ -155,6 +162,7 @@ def describe_changed_versions(folder: Path, device: torch.device) -> str:
         return ""
     current = records.flatten(_versions(device))
     recorded = records.flatten(records.read_json(path))
+    # A version that differs may move bits: a resumed run says so in its log.
     changes = []
     for key, now in current.items():
         if recorded.get(key) != now:

@@ -120,6 +120,7 @@ class RemoteExecutor:
         seeds = []
         for seed in experiment.seeds:
             seed_folder = folder / f"seed-{seed}"
+            # Only unfinished seeds travel: a node verifies nothing that is finished here.
             if not has_ended(seed_folder, experiment.rounds, whole=True):
                 seeds.append(seed)
                 paths += file_stamps(seed_folder)

@@ -36,6 +36,7 @@ def open_run(
     elif path.exists():
         existing = records.read_config(path)
         _check_existing(folder, existing, experiment, resume)
+        # Seeds of an earlier call stay in the run, although this call does not run them.
         seeds = sorted({*seeds, *existing.get("seeds", ())})
     elif records.find_seeds(folder):
         raise RunError(f"{path} is gone: restore it, or choose another --out")
@@ -60,6 +61,7 @@ def _check_existing(
     begun = records.find_seeds(folder)
     common = [seed for seed in experiment.seeds if seed in begun]
     with_rounds = [seed for seed in common if _has_rounds(begun[seed])]
+    # The call must say it: hours of work would be continued or lost.
     if with_rounds and not resume:
         seed = with_rounds[0]
         changed = changed_sources(begun[seed], settings)
@@ -68,6 +70,7 @@ def _check_existing(
             f"{f', with another source of {changed}' if changed else ''}: --resume continues it, "
             "--overwrite begins anew, or choose another --out"
         )
+    # A shorter run would leave records of rounds that its settings do not have.
     rounds = existing.get("rounds", 0)
     if rounds > experiment.rounds:
         raise RunError(

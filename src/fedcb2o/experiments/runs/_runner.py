@@ -116,11 +116,13 @@ def run(
     data_folder = None if data_dir is None else Path(data_dir)
     source: Any = experiment
     changes: dict[str, Any] = {}
+    # Keywords describe an experiment, or change the one that is named.
     if settings or source is None:
         source, changes = short_calls.settings_of(source, settings, data_folder)
     if seeds is not None:
         changes["seeds"] = arguments.parse_seeds(seeds)
     loaded, dataset = load_for_data(source, changes or None, data_folder)
+    # A cell of a notebook that runs again would find its own run; a name is a choice of the user.
     if experiment is None and out is None and not (resume or overwrite or "name" in settings):
         out = _unused_folder(loaded)
     if experiment is None and not settings.keys() & {"malicious", "agents"}:
@@ -166,6 +168,7 @@ def _unused_folder(experiment: Experiment) -> Path:
 
 def _name_attackers(experiment: Experiment, dataset: Dataset) -> None:
     """Print the agents that attack although the call does not say how many do."""
+    # Most short calls have no attackers to name.
     if not experiment.attacked:
         return
     chosen: dict[str, list[str]] = {}
@@ -173,6 +176,7 @@ def _name_attackers(experiment: Experiment, dataset: Dataset) -> None:
         population = build_population(experiment, seed, dataset)
         agents = population.malicious.nonzero().ravel().tolist()
         names = ", ".join(population.names[i] if population.names else f"{i}" for i in agents)
+        # Each seed draws the attackers anew, and one line for all of them is shorter.
         chosen.setdefault(names, []).append(str(seed))
     kind = "owners" if dataset.owners is not None else "agents"
     groups = [f"{names} (seed {', '.join(seeds)})" for names, seeds in chosen.items()]
@@ -205,6 +209,7 @@ def run_loaded(
     targets = tracking.validate_targets(track)
     folder = Path("runs") / experiment.name if out is None else Path(out)
     limit = None if memory is None else parse_size(memory)
+    # A data set that was read to count its owners is not read again.
     dataset = dataset or load_dataset(experiment, data_dir)
     workers = _check_workers(experiment, workers)
     note = beta_note(experiment.resolved.algorithm, experiment.agents.malicious_share)
@@ -218,6 +223,7 @@ def run_loaded(
         for seed in experiment.seeds
         if overwrite or not has_ended(folder / f"seed-{seed}", experiment.rounds)
     ]
+    # With `cluster` alone a seed is local to its node, so that only `blocks` needs another engine.
     backend: Backend[Any, Any] = LocalBackend(workers, limit)
     if blocks is not None:
         backend = ClusterBackend(str(cluster), blocks, limit)

@@ -28,6 +28,7 @@ def source_digests(settings: Mapping[str, Any]) -> dict[str, str]:
     """Return the SHA-256 of the source of each user's function that settings name."""
     digests = {}
     for name in plugins.foreign_names_in(settings):
+        # Paths have colons on some systems, too.
         if ":" not in name or set(name) & set("/\\~"):
             continue
         try:
@@ -55,6 +56,7 @@ def changed_sources(folder: Path, settings: Mapping[str, Any]) -> str:
 
 def _collect(name: str, value: Any, parts: dict[str, str]) -> None:
     """Add the sources of a value and of what it uses to `parts`, by qualified name."""
+    # A decorator hides the function whose source counts.
     value = inspect.unwrap(value) if callable(value) else value
     if isinstance(value, functools.partial):
         _collect(name, value.func, parts)
@@ -64,6 +66,7 @@ def _collect(name: str, value: Any, parts: dict[str, str]) -> None:
         _collect(name, value.fget, parts)
     elif isinstance(value, types.FunctionType):
         key = plugins.label(value)
+        # A function may call itself, and libraries have versions in environment.json.
         if key not in parts and not plugins.is_of_library(value.__code__.co_filename):
             parts[key] = _source(value)
             for used, item in _used(value):
@@ -76,11 +79,14 @@ def _collect(name: str, value: Any, parts: dict[str, str]) -> None:
             for base in value.__bases__:
                 _collect(key, base, parts)
             for attribute, item in vars(value).items():
+                # Docstrings and annotations change no number; `__init__` does.
                 if not attribute.startswith("__") or callable(item):
                     _collect(f"{key}.{attribute}", item, parts)
     elif isinstance(value, nn.Module):
+        # Only the classes count: weights are initialised by the seed.
         for module in value.modules():
             _collect(name, type(module), parts)
+    # An address differs between processes.
     elif isinstance(value, _PLAIN) and " at 0x" not in repr(value):
         parts[name] = repr(value)
     elif callable(value):
@@ -105,6 +111,7 @@ def _used(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     names: list[str] = []
     codes = [function.__code__]
     for code in codes:
+        # Inner functions and comprehensions have code objects of their own.
         names += code.co_names
         codes += [constant for constant in code.co_consts if isinstance(constant, types.CodeType)]
     found = {name: function.__globals__[name] for name in names if name in function.__globals__}

@@ -51,6 +51,7 @@ def confusion_matrix(
 ) -> pd.DataFrame:
     """Count test samples by true (row) and predicted class; by default of all benign agents."""
     group, prepared, _ = _restore_agents(run, agent, seed, data_dir)
+    # Of one agent, the group has no other.
     members = np.zeros(1, np.int64)
     if agent is None:
         members = np.flatnonzero(~group.data.malicious)
@@ -77,6 +78,7 @@ def membership(run: Run, seed: int | None = None, data_dir: _OptionalPath = None
         train = group.data.clean_training_data(k)
         _, test = next(group.data.test_sets(members))
         kept = group.models[int(group.layout.own[k])]
+        # LocalUpdate changes a model in place, and the kept one is measured, too.
         sent = kept.clone()
         draw = stream(spec.seed, "batches", done, int(group.agents[k]))
         noise = noise_multiplier(spec.training, len(train), spec.rounds)
@@ -112,6 +114,7 @@ def generated_texts(
     rows = []
     for is_attacked, part in parts:
         taken = min(count, len(part))
+        # Spread over the prompts, which may be sorted by topic.
         chosen = np.arange(taken) * len(part) // max(taken, 1)
         for row in part.x[torch.from_numpy(chosen)].tolist():
             rows.append((is_attacked, *pretrained.split_row(row, length)))
@@ -120,6 +123,7 @@ def generated_texts(
     prompts = [prompt for _, prompt, _ in rows]
     after = network.complete(prompts, length)
     for name, parameter in network.named_parameters():
+        # A factor of zeros makes the adapter zero, and the model its base.
         if low_rank.UP in name:
             parameter.data = torch.zeros_like(parameter)
     before = network.complete(prompts, length)

@@ -144,6 +144,7 @@ def calibration_error(
         raise ConfigError(f"metric `calibration_error`: `bins` must be 1 or more, got {bins}")
     probabilities, predicted, y = _classes(outputs, targets)
     confidence = probabilities.max(1)
+    # Inner edges only: a confidence of 1 belongs to the last bin.
     number = np.searchsorted(np.linspace(0, 1, bins + 1)[1:-1], confidence)
     excess = np.bincount(number, confidence - (predicted == y))
     return float(np.abs(excess).sum() / len(y))
@@ -170,6 +171,7 @@ def r2(outputs: Float[Tensor, "n *k"], targets: Float[Tensor, "n *t"]) -> float:
     from sklearn.metrics import r2_score  # slow to import
 
     predicted, y = _numbers(outputs, targets)
+    # scikit-learn returns 0 or 1 there, which a mean over agents would count.
     if len(y) < 2 or (y == y[0]).all(0).any():
         return np.nan
     return float(r2_score(y, predicted))
@@ -211,6 +213,7 @@ def c_index(
     Raises:
         ConfigError: The targets are not numbers, or the shapes are others.
     """
+    # The second number of a target is the event, which no output predicts.
     time = targets.flatten(1)[:, :1] if targets.ndim > 1 else targets
     if targets.is_floating_point() and targets.ndim > 1 and targets[0].numel() > 2:
         raise ConfigError(
@@ -222,6 +225,7 @@ def c_index(
     if targets.ndim > 1 and targets[0].numel() == 2:
         event = targets.flatten(1)[:, 1].numpy() > 0
     concordant = pairs = 0.0
+    # A censored sample is never the earlier one of a pair: its event is not known.
     first = np.flatnonzero(event)
     for part in np.array_split(first, -(-len(first) * len(y) // _MAX_PAIRS) or 1):
         later = (y > y[part, None]) | ((y == y[part, None]) & ~event)
@@ -247,6 +251,7 @@ def _one_against_rest(
         return float(score(y == label, probabilities[:, label]))
     if probabilities.shape[1] == 2:
         return float(score(y, probabilities[:, 1]))
+    # Classes without samples have no score, as in balanced accuracy.
     scores = [score(y == c, probabilities[:, c]) for c in present]
     return float(np.average(scores, weights=counts if average == "weighted" else None))
 
@@ -273,6 +278,7 @@ def _classes(
         )
     if label is not None and not 0 <= label < outputs.shape[1]:
         raise ConfigError(f"`label` must be between 0 and {outputs.shape[1] - 1}, got {label}")
+    # float64, so that far apart outputs keep an order, on which these metrics depend.
     probabilities = outputs.double().softmax(1).numpy()
     return probabilities, outputs.argmax(1).numpy(), targets.numpy()
 
@@ -347,6 +353,7 @@ class EvaluationResult:
         """Return the results of all agents of disjoint parts."""
         parts = [part for part in parts if len(part.agents)]
         agents = np.concatenate([np.zeros(0, np.int64), *(part.agents for part in parts)])
+        # Parts end in the order of the processes, and rows are those of ascending agents.
         order = agents.argsort()
         scores: dict[str, Score] = {}
         for name in ("own", "triggered", "common", "wanted"):
