@@ -28,6 +28,7 @@ import pandas as pd
 import tomli_w
 from paper import board, preregistered
 from paper.adaptive import adaptive_table
+from paper.frontier import frontier_table
 from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
 from paper.trial import trial_table
@@ -418,6 +419,7 @@ TABLES = {
     "parts": parts_table,
     "losses": losses_table,
     "regrets": regrets_table,
+    "frontier": functools.partial(frontier_table, TRIGGERS),
     "long_training": long_training_table,
     "trial": trial_table,
     "weak_places": weak_places_table,

@@ -1,15 +1,16 @@
 """The results explorer: its data, its size, and the generated tables of the pages."""
 
 import re
+import tomllib
 from urllib.parse import parse_qs
 
 import numpy as np
 import pytest
-from paper import results
+from paper import frontier, results
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, make_grid
 
 from fedcb2o.experiments.grid import load_grid
-from fedcb2o.report import explorer_page, read_grid
+from fedcb2o.report import SettingResults, explorer_page, read_grid
 from fedcb2o.report._explorer import unpack
 
 MAX_BYTES = 300_000
@@ -83,6 +84,35 @@ def test_numbers_in_sentences_equal_the_committed_values():
     assert "the smaller worst regret in four of nine settings, by less than a point" in page
     assert (verdicts == "better").sum() == 5
     assert "from every rival is significant with Letters, and from five of eight without" in page
+
+
+@pytest.mark.slow
+def test_training_alone_is_ahead_in_one_column_for_its_worst_agent():
+    ahead = {}
+    for name in (*results.MAIN_GRIDS, "settings"):
+        grid = results.grid_results(name)
+        alone = [defence for defence in grid.defences if defence.startswith("Local training")]
+        for setting in grid.settings:
+            rows = SettingResults(grid, setting).rows
+            rows = rows[~rows.attack.isin(results.TRIGGERS)]
+            means = rows.groupby(["defence", "attack"])[["accuracy", "accuracy_worst"]].mean()
+            for defence in alone:
+                loss = 100 * (means.loc[defence] - means.loc[results.METHOD]).stack()
+                ahead |= {(name, *key): value for key, value in loss[loss > 0].items()}
+    assert ahead == {("rivals", "Dissensus", "accuracy_worst"): pytest.approx(6, abs=0.5)}
+    page = " ".join(results.PAGE.read_text(encoding="utf-8").split())
+    assert "Its worst agent is ahead under dissensus in `rivals` alone, by six points" in page
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", frontier.GRIDS)
+def test_the_grid_of_variants_has_the_kept_grids_attacks_and_seeds(name):
+    folder = frontier.BENCHMARK / "frontier" / name
+    expected = frontier.variant_grid(name)
+    assert tomllib.loads((folder / "grid.toml").read_text(encoding="utf-8")) == expected
+    rows = read_grid(folder).rows
+    runs = rows.groupby(["setting", "defence", "attack", "role"]).seed.nunique()
+    assert set(runs) == {len(expected["seeds"])}
 
 
 @pytest.mark.slow
