@@ -207,9 +207,9 @@ def missing(equation: str, module: str, name: str) -> list[str]:
 def test_labels_are_complete_and_in_the_docstring_of_the_function():
     assert labels("prop:QQLP, eq:lem:laplace_LG: the bound") == ["prop:QQLP", "eq:lem:laplace_LG"]
     assert labels("(eq:beta_QQLP), eq:alpha.") == ["eq:beta_QQLP", "eq:alpha"]
-    assert missing("eq:beta, eq:V", "fedcb2o.particles.theory", "Suggestion") == ["eq:V"]
-    assert missing("eq:V", "fedcb2o.particles.theory", "V") == []
-    assert missing("eq:lem:other", "fedcb2o.particles.theory", "V") == ["eq:lem:other"]
+    assert missing("eq:beta, eq:alpha", "fedcb2o.particles.theory", "beta_0") == ["eq:alpha"]
+    assert missing("eq:beta_QQLP", "fedcb2o.particles.bounds", "LaplaceBound") == []
+    assert missing("eq:lem:other", "fedcb2o.particles.bounds", "LaplaceBound") == ["eq:lem:other"]
     # The docstring of the module has thm:main, the docstring of the function does not.
     assert missing("thm:main", "fedcb2o.particles.theory", "") == []
     assert missing("thm:main", "fedcb2o.particles.theory", "fit_decay_rate") == ["thm:main"]

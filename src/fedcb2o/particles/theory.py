@@ -1,14 +1,21 @@
-"""Theory of CB2O under attack: decay of V (thm:main), and beta and alpha by the share of attackers.
+"""Theory of CB2O under attack: decay of V (thm:main), beta_0 and alpha_0.
 
 García Trillos et al., "Defending Against Diverse Attacks in Federated Learning Through
-Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section 2. `target` is theta_good.
+Consensus-Based Bi-Level Optimization" (arXiv 2412.02535), Section 2: thm:main and the choices in
+its proof. Its bounds on the consensus point are in `bounds`.
+
+The constants of Assumptions A1 to A6 belong to the user's L and G (`Constants`). Quantities from
+the paper's companion (arXiv 2411.13394) are arguments: the exponents p_eps and p_{H,eps} as `p` and
+`p_H`, the radii r_R and r_eps. So is c(vartheta, lambda, sigma) as `c`; `closeness` computes it as
+the proof of thm:main needs it. Balls are closed, and `target` is theta_good.
 
 Example:
     >>> contraction_rate(lambda1=1.0, sigma1=0.5, dim=2)
     1.5
 """
-# ruff: noqa: N802 (the paper's names)
+# ruff: noqa: N802, N815 (the paper's names)
 
+import dataclasses
 import math
 from typing import NamedTuple
 
@@ -18,10 +25,9 @@ from torch import Tensor
 
 from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
+from fedcb2o.particles.bounds import Constants, Number, check_share
 from fedcb2o.particles.dynamics import ConsensusParams
 from fedcb2o.particles.settings import check_positive
-
-Number = float | int
 
 
 def V(theta: Float[Tensor, "*a n d"], target: Float[Tensor, " d"]) -> Float[Tensor, "*a"]:
@@ -65,6 +71,23 @@ def contraction_rate(
     if noise == "anisotropic":
         dim = 1
     return float(2 * lambda1 - dim * sigma1 * sigma1)
+
+
+def closeness(*, vartheta: Number, lambda1: Number, sigma1: Number, dim: int) -> float:
+    """Compute c(vartheta, lambda, sigma) for isotropic noise.
+
+    While m is within c sqrt(V) of the target (eq:endtime_T), V decays as in thm:main. The bounds on
+    dV/dt in the proof of thm:main, before eq:evolution_J, have a term in |m - target| sqrt(V) and
+    one in |m - target|^2. With c = min{vartheta (2 lambda - d sigma^2) / (2 sqrt(2) (lambda + d
+    sigma^2)), sqrt(vartheta (2 lambda - d sigma^2) / (d sigma^2))} each term is at most vartheta/2
+    times (2 lambda - d sigma^2) V. The first value is the smaller one for all lambda and sigma.
+    """
+    rate = contraction_rate(lambda1=lambda1, sigma1=sigma1, dim=dim)
+    diffusion = dim * sigma1**2
+    _check_theorem(vartheta, rate)
+    linear = vartheta * rate / (2 * math.sqrt(2) * (lambda1 + diffusion))
+    quadratic = math.sqrt(vartheta * rate / diffusion) if diffusion else math.inf
+    return float(min(linear, quadratic))
 
 
 def end_time(V0: Number, eps: Number, *, vartheta: Number, rate: Number) -> float:
@@ -206,6 +229,87 @@ def explain_capture(params: ConsensusParams, w_m: float, num_benign: int, dim: i
 # ---- the choice of beta and alpha (proof of thm:main) ----
 
 
+@dataclasses.dataclass(frozen=True)
+class Scales:
+    """Lengths and levels behind beta and alpha at an accuracy eps (eq:beta, eq:alpha)."""
+
+    G_inf: float  # with a tilde
+    r_G: float  # r_{G,eps}
+    delta_q: float
+    xi_L: float  # xi_{L,eps}
+    r_H: float  # r_{H,eps}
+    u: float  # u_eps
+
+
+def scales(
+    constants: Constants, *, c: Number, eps: Number, delta_q: Number | None = None
+) -> Scales:
+    """Compute the scales of eq:beta and eq:alpha.
+
+    Without delta_q it is the largest one in the proof of thm:main.
+    """
+    check_positive({"c": c, "eps": eps})
+    G_inf = constants.upper_cap(attack=True)
+    level = (constants.eta_G * c * math.sqrt(eps) / 3) ** (1 / constants.nu_G)
+    r_G = min(
+        (min(level, G_inf) / (2 * constants.H_G)) ** (1 / constants.h_G),
+        constants.R_G,
+        constants.R_H_G,
+        constants.R_K_G,
+    )
+    cap = constants.lower_cap(r_G)
+    if delta_q is None:
+        delta_q = cap / 2
+    if not 0 < delta_q <= cap / 2:
+        raise ConfigError(
+            "`delta_q` must be above 0 and, with these constants, c and eps, at most"
+            f" {cap / 2:.6g}, got {delta_q}"
+        )
+    xi_L = cap - delta_q
+    r_H = min(constants.R_H_L, (xi_L / constants.H_L) ** (1 / constants.h_L))
+    u = min(level, G_inf) / 4
+    return Scales(G_inf, float(r_G), float(delta_q), float(xi_L), float(r_H), u)
+
+
+def beta_0(*, w_m: Number, ball_mass: Number, p_H: Number, end_time: Number) -> float:
+    """Compute the upper bound on beta (eq:beta), which is proportional to w_b = 1 - w_m.
+
+    `ball_mass` is rho_0^b(B_{r_H/2}(target)), `p_H` is p_{H,eps}, and `end_time` is T*.
+    """
+    check_share(w_m)
+    _check_mass(ball_mass)
+    check_positive({"p_H": p_H, "end_time": end_time}, or_zero=True)
+    return (1 - w_m) * ball_mass * math.exp(-p_H * end_time) / 2
+
+
+def alpha_0(
+    constants: Constants,
+    *,
+    w_m: Number,
+    ball_mass: Number,
+    V0: Number,
+    eps: Number,
+    vartheta: Number,
+    rate: Number,
+    c: Number,
+    u: Number,
+    p: Number,
+) -> float:
+    """Compute the lower bound on alpha (eq:alpha), which grows with w_m.
+
+    `ball_mass` is rho_0^b(B_{r/2}(target)) for r = r_eps, c is `closeness`, u is u_eps (`scales`)
+    and p is p_eps.
+    """
+    _check_theorem(vartheta, rate, V0, eps)
+    check_share(w_m)
+    _check_mass(ball_mass)
+    check_positive({"c": c, "u": u})
+    check_positive({"p": p}, or_zero=True)
+    exponent = max(0.5, p / ((1 - vartheta) * rate))
+    logs = math.log(12 / c) - math.log(ball_mass) + exponent * math.log(V0 / eps)
+    return max(constants.min_alpha(), (logs + _attack_part(w_m, constants.R_K_G, eps)) / u)
+
+
 class Suggestion(NamedTuple):
     """Changes of beta and alpha for a share of attackers (eq:beta, eq:alpha).
 
@@ -253,7 +357,7 @@ def suggest_parameters(
     Raises:
         ConfigError: An argument is out of range.
     """
-    _check_share(share)
+    check_share(share, "share")
     numbers = {"alpha": alpha, "R_K_G": R_K_G, "eps": eps, "u": u}
     check_positive({name: value for name, value in numbers.items() if value is not None})
     if beta is not None and not 0 < beta <= 1:
@@ -298,12 +402,9 @@ def _attack_part(w_m: Number, R_K_G: Number, eps: Number) -> float:
     return max(0.0, math.log(w_m / (1 - w_m) * R_K_G / math.sqrt(eps)))
 
 
-def _check_share(share: Number) -> None:
-    """Refuse a share of attackers outside [0, 1)."""
-    if not 0 <= share < 1:
-        raise ConfigError(
-            f"`share`, the share of attackers, must be at least 0 and below 1, got {share}"
-        )
+def _check_mass(mass: Number) -> None:
+    if not 0 < mass <= 1:
+        raise ConfigError(f"`ball_mass` must be above 0 and at most 1, got {mass}")
 
 
 def _check_theorem(
