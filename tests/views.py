@@ -63,8 +63,7 @@ def losses(mean, by_class, present, factors=None) -> Losses:
     labels = present.nonzero().flatten().repeat_interleave(factors.shape[1])
     per_sample = (by_class[:, present].unsqueeze(-1) * factors.unsqueeze(1)).flatten(1)
     known = losses_from_samples(per_sample, labels, len(present))
-    entropy = torch.zeros(len(mean), dtype=torch.float64)
-    return dataclasses.replace(known, mean=mean, by_class=by_class, entropy=entropy)
+    return dataclasses.replace(known, mean=mean, by_class=by_class)
 
 
 def criterion_input(by_class, own_by_class, present=None, n=0) -> CriterionInput:

@@ -11,6 +11,7 @@ from fedcb2o.federated.guards import acceptance
 from fedcb2o.federated.guards.acceptance import (
     MAX_VALUE,
     Message,
+    are_finite,
     is_acceptable,
     max_abs,
     rejection_reason,
@@ -120,3 +121,11 @@ def test_values_up_to_the_bound_are_acceptable():
     assert is_acceptable(
         np.array([0.0, MAX_VALUE, np.nextafter(MAX_VALUE, np.inf), np.inf, np.nan])
     ).tolist() == [*(True, True), *(False, False, False)]
+
+
+def test_models_are_finite_by_their_numbers_and_not_by_their_sum(monkeypatch):
+    monkeypatch.setattr(acceptance, "_NUMBERS_PER_CALL", 2 * DIM)
+    models = torch.stack([theta_with(value) for value in (1.0, torch.nan, -torch.inf, 2.0)])
+    models = torch.cat([models, torch.full((1, DIM), 3e38)])
+    assert are_finite(models, [4, 2, 0, 1, 3]).tolist() == [True, False, True, False, True]
+    assert are_finite(models, []).tolist() == []

@@ -126,7 +126,7 @@ def test_confidence_follows_the_effective_number_of_classes(labels, num_classes,
     by_class = torch.zeros(1, num_classes)
     present = torch.ones(num_classes, dtype=torch.bool)
     losses = Losses(
-        by_class[:, 0], by_class, present, by_class[:, 0], per_sample, torch.tensor(labels)
+        by_class[:, 0], by_class, present, by_class.sum, per_sample, torch.tensor(labels)
     )
     assert label_confidence(losses, 0.5).item() == pytest.approx(expected)
 

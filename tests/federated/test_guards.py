@@ -114,7 +114,7 @@ def losses(*models: list[float]) -> Losses:
         mean=per_sample.mean(-1),
         by_class=torch.zeros(m, 1),
         present=torch.ones(1, dtype=torch.bool),
-        entropy=torch.zeros(m),
+        entropy_of=lambda: torch.zeros(m),
         per_sample=per_sample,
         labels=torch.zeros(n, dtype=torch.int64),
     )

@@ -10,7 +10,12 @@ from torch import nn
 
 from fedcb2o.data import Shard
 from fedcb2o.federated import inference
-from fedcb2o.federated.evaluation.models import confusion_matrices, measure_samples, predicted_class
+from fedcb2o.federated.evaluation.models import (
+    confusion_matrices,
+    linear_confusion,
+    measure_samples,
+    predicted_class,
+)
 from fedcb2o.federated.inference import model_losses
 from fedcb2o.nn import parameters
 
@@ -48,6 +53,46 @@ def test_logarithms_of_probabilities_have_the_bits_of_pytorch(num_classes):
         assert torch.equal(
             inference._log_softmax(outputs).nan_to_num(7.0), expected.nan_to_num(7.0)
         )
+
+
+@pytest.mark.parametrize("num_classes", [2, 7, 10, 15, 16])
+@pytest.mark.parametrize("count", [1, 5, 64])
+def test_cross_entropies_and_gradients_have_the_bits_of_pytorch(num_classes, count):
+    draw = torch.Generator().manual_seed(num_classes)
+    weight = torch.randn(count, num_classes, 6, generator=draw).requires_grad_()
+    x = torch.randn(count, 3, 6, generator=draw)
+    y = torch.randint(num_classes, (count, 3), generator=draw)
+
+    def expected(outputs, labels):
+        losses = nn.functional.cross_entropy(
+            outputs.flatten(0, 1), labels.flatten(), reduction="none"
+        )
+        return losses.view(labels.shape)
+
+    results = []
+    for function in (expected, inference.cross_entropies):
+        losses = function(torch.bmm(x, weight.mT), y)
+        results.append((losses, *torch.autograd.grad(losses.mean(1).sum(), weight)))
+    assert all(map(torch.equal, *results))
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-4, 0.0])
+def test_predictions_of_linear_models_in_one_product_are_the_same(scale):
+    """Also of models with equal outputs, or with numbers that are not finite or large."""
+    draw = torch.Generator().manual_seed(5)
+    module = nn.Sequential(nn.Flatten(), nn.Linear(7, 4))
+    models = scale * torch.randn(60, 32, generator=draw)
+    models[1, 3], models[2, 30], models[3] = torch.inf, torch.nan, 3e38
+    models[4, 7:14] = models[4, :7]
+    models[4, 29] = models[4, 28]
+    test = Shard(torch.randn(50, 7, generator=draw), torch.randint(4, (50,), generator=draw))
+    rows = torch.arange(60).flip(0)
+    predicted = measure_samples(module, models, rows, test, predicted_class)
+    expected = confusion_matrices(predicted, test.y, 4)
+    found = linear_confusion(module, models, rows, test, 4)
+    assert found is not None
+    assert torch.equal(found.long(), expected)
+    assert linear_confusion(nn.Linear(7, 4), models, rows, test, 4) is None
 
 
 def test_batch_means_by_hand():

@@ -8,9 +8,10 @@ from tests.agents import BENIGN_IDS, CLUSTER, MALICIOUS_IDS
 from fedcb2o.federated import algorithms, attacks
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.decisions import Decisions, Inbox
-from fedcb2o.federated.mixing import dense_product, mix_, mixing_matrix
+from fedcb2o.federated.mixing import MixingMatrix, dense_product, mix_, mixing_matrix
 from fedcb2o.federated.publishing import deceptive_outbox, make_outbox
 from fedcb2o.federated.ragged import Ragged
+from fedcb2o.federated.types import Reduction
 from fedcb2o.rng import stream
 
 
@@ -61,6 +62,22 @@ def test_a_weight_of_zero_excludes_a_model_of_nan():
     assert models[0].tolist() == [2.0, 3.0, 4.0]  # half of itself, half of the third
     assert models[2].tolist() == [2.0, 3.0, 4.0]
     assert models[1].isnan().all()
+
+
+def test_a_matrix_of_parts_has_their_rows_and_reductions():
+    median = Reduction(torch.tensor([0, 1, 2]), lambda x: x.median(0).values)
+    first = MixingMatrix(np.array([2]), np.array([0, 1]), np.array([1]), np.ones(1, np.float32))
+    second = MixingMatrix(
+        np.array([0, 1]),
+        np.array([0, 2, 3]),
+        np.array([0, 2, 1]),
+        np.array([0.5, 0.5, 1.0], np.float32),
+        {1: (median, 0.5)},
+    )
+    models = torch.tensor([[1.0], [3.0], [6.0]])
+    mix_(models, MixingMatrix.concatenate([first, second]), 0, 1)
+    # Half of rows 0 and 2; row 1 half-way to the median, which is 3; row 1.
+    assert models.tolist() == [[3.5], [3.0], [3.0]]
 
 
 def test_a_value_that_is_not_finite_reaches_only_rows_with_a_weight_on_it():

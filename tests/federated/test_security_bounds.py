@@ -27,7 +27,7 @@ def losses_of(per_sample):
     a = len(per_sample)
     present = torch.ones(a, CLASSES, dtype=torch.bool)
     mean = per_sample.mean(-1)
-    return Losses(mean, by_class, present, mean * torch.nan, per_sample, LABELS.expand(a, -1))
+    return Losses(mean, by_class, present, mean.sum, per_sample, LABELS.expand(a, -1))
 
 
 def inboxes(count, seed, *, alike=False):

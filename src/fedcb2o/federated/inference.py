@@ -327,20 +327,19 @@ def per_agent_losses(
             module, models, rows, x, models_per_batch, references, interpolation
         )
 
-    per_sample = negative_entropy = outputs.new_full((a, m, n), torch.nan)
+    per_sample = outputs.new_full((a, m, n), torch.nan)
+    entropy_of = functools.partial(torch.full, (a, m), torch.nan, dtype=torch.float64)
     if num_classes > 1 and predicts_labels(loss):
         log_p = _log_softmax(outputs)
         per_sample = -log_p.gather(-1, y.view(a, 1, n, 1).expand(a, m, n, 1)).squeeze(-1)
-        negative_entropy = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+        entropy_of = functools.partial(_mean_entropy, log_p)
     if loss is not None and m:
         with torch.no_grad():
             targets = y.unsqueeze(1).expand(a, m, *y.shape[1:])
             per_sample = per_sample_losses(loss, outputs, targets, 3).to(outputs.dtype)
 
     # One transfer for all models.
-    per_sample, negative_entropy = torch.stack([per_sample, negative_entropy]).cpu().double()
-    per_sample = per_sample.nan_to_num(nan=torch.inf, posinf=torch.inf)
-    entropy = -negative_entropy.mean(-1)
+    per_sample = per_sample.cpu().double().nan_to_num(nan=torch.inf, posinf=torch.inf)
 
     batches: tuple[Tensor, ...] = (per_sample,)
     if average == "batches":
@@ -352,21 +351,66 @@ def per_agent_losses(
         labels, num_classes = grouped(groups, x, y), num_groups(groups)
     by_class, present = _class_means(per_sample, labels, num_classes)
     of_classes = num_classes > 1 and groups is None and is_cross_entropy(loss)
-    return Losses(mean, by_class, present, entropy, per_sample, labels, is_cross_entropy=of_classes)
+    return Losses(
+        mean, by_class, present, entropy_of, per_sample, labels, is_cross_entropy=of_classes
+    )
+
+
+def _mean_entropy(log_p: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m"]:
+    """Average the entropy of predictions over samples, on the CPU."""
+    negative_entropy = (log_p.exp() * log_p.clamp(min=-1e4)).sum(-1)  # 0 * log 0 is 0
+    return -negative_entropy.cpu().double().mean(-1)
 
 
 def _log_softmax(outputs: Float[Tensor, "a m n C"]) -> Float[Tensor, "a m n C"]:
     """Compute logarithms of probabilities, with the bits of `F.log_softmax`."""
-    shape, num_classes = outputs.shape[:-1], outputs.shape[-1]
-    if outputs.device.type != "cpu" or num_classes >= _NUM_LANES or not outputs.numel():
+    if not _reads_columns(outputs):
         return F.log_softmax(outputs, dim=-1)
+    shape, num_classes = outputs.shape[:-1], outputs.shape[-1]
+    log_p = F.log_softmax(_columns(outputs), dim=0)
+    return log_p[:, : shape.numel()].view(num_classes, *shape).movedim(0, -1)
+
+
+def cross_entropies(
+    outputs: Float[Tensor, "*a C"], labels: Int[Tensor, "*a"]
+) -> Float[Tensor, "*a"]:
+    """Compute cross-entropies, with the bits of `F.cross_entropy` and of its gradient."""
+    if not _reads_columns(outputs):
+        return per_sample_losses(None, outputs, labels, labels.ndim)
+    log_p = F.log_softmax(_columns(outputs), dim=0)
+    return -log_p.gather(0, labels.reshape(1, -1)).view(labels.shape)
+
+
+def _reads_columns(outputs: Float[Tensor, "*a C"]) -> bool:
+    """Return whether a softmax over columns of outputs is faster, and has the same bits."""
     # For fewer classes than lanes PyTorch's kernel takes several times as long as that for another
-    # axis. The latter computes the last numbers differently, unless they fill whole vectors.
-    count = shape.numel()
-    columns = outputs.new_zeros(num_classes, -(-count // _NUM_LANES) * _NUM_LANES)
-    columns[:, :count] = outputs.reshape(count, num_classes).T
-    log_p = F.log_softmax(columns, dim=0)[:, :count]
-    return log_p.view(num_classes, *shape).movedim(0, -1)
+    # axis.
+    is_plain = outputs.device.type == "cpu" and outputs.dtype == torch.float32
+    return is_plain and outputs.shape[-1] < _NUM_LANES and outputs.numel() > 0
+
+
+def _columns(outputs: Float[Tensor, "*a C"]) -> Float[Tensor, "C l"]:
+    rows = outputs.reshape(-1, outputs.shape[-1])
+    columns: Tensor = _Columns.apply(rows)  # type: ignore[no-untyped-call]  # PyTorch has no types
+    return columns
+
+
+class _Columns(torch.autograd.Function):
+    """Transposition of outputs [k, C]; zeros fill vectors, outside of which bits are others."""
+
+    @staticmethod
+    def forward(ctx: Any, outputs: Float[Tensor, "k C"]) -> Float[Tensor, "C l"]:
+        ctx.count, num_classes = outputs.shape
+        width = -(-ctx.count // _NUM_LANES) * _NUM_LANES
+        columns = outputs.new_empty(num_classes, width)
+        columns[:, : ctx.count] = outputs.T
+        columns[:, ctx.count :] = 0.0
+        return columns
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Float[Tensor, "C l"]) -> Float[Tensor, "k C"]:
+        # The bits of a product depend on the layout of its factors.
+        return gradient[:, : ctx.count].T.contiguous()
 
 
 def losses_from_samples(
@@ -381,10 +425,10 @@ def losses_from_samples(
         num_classes = 1 + int(labels.max()) if len(labels) else 1
     by_class, present = _class_means(per_sample.unsqueeze(0), labels.unsqueeze(0), num_classes)
     mean = per_sample.mean(-1)
-    entropy = mean * torch.nan
+    entropy_of = functools.partial(torch.full_like, mean, torch.nan)
     of_classes = num_classes > 1
     return Losses(
-        mean, by_class[0], present[0], entropy, per_sample, labels, is_cross_entropy=of_classes
+        mean, by_class[0], present[0], entropy_of, per_sample, labels, is_cross_entropy=of_classes
     )
 
 
@@ -440,8 +484,9 @@ def _per_agent_logits(
             chunk = slice(start, start + agents_per_batch)
             thetas = models.index_select(0, rows[chunk].flatten().to(models.device))
             if interpolation is not None:
-                own = interpolation.own[chunk].repeat_interleave(m)
-                thetas = Interpolation(own, interpolation.share).points(models, thetas)
+                own = interpolation.own[chunk].unsqueeze(1)
+                each = Interpolation(own, interpolation.share)
+                thetas = each.points(models, thetas.view(len(own), m, dim)).flatten(0, 1)
             parameters = unstack_views(module, thetas)
             samples = features(x[chunk]).repeat_interleave(m, 0)
             parts = (samples,) if layers else torch.split(samples, SAMPLES_PER_PASS, 1)

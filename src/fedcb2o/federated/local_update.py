@@ -35,7 +35,12 @@ from fedcb2o.data import Shard, features
 from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup, SampleBatch
 from fedcb2o.federated.guards.acceptance import max_abs
-from fedcb2o.federated.inference import batched_forward, dense_layers, per_sample_losses
+from fedcb2o.federated.inference import (
+    batched_forward,
+    cross_entropies,
+    dense_layers,
+    per_sample_losses,
+)
 from fedcb2o.federated.optimisers import make_step
 from fedcb2o.federated.privacy import noise_multiplier, poisson_batches, private_gradients
 from fedcb2o.federated.ragged import Indices
@@ -77,8 +82,8 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
 
     # 1. Keep the models before the round where a rule or a guard reads them.
     if layout.previous is not None:
-        for k, row in zip(members.tolist(), rows, strict=True):
-            models[layout.previous[k]] = models[row]
+        kept = torch.from_numpy(layout.previous[members]).to(models.device)
+        models.index_copy_(0, kept, gather_rows(models, rows))
 
     # 2. Train.
     before = None
@@ -286,7 +291,10 @@ def batched_local_update_(
         for batch in batches:
             with autocast(training.precision, device.type):
                 outputs = forward(inputs, x[agents, batch])
-                per_sample = per_sample_losses(training.loss, outputs, y[agents, batch], 2)
+                if training.loss is None:
+                    per_sample = cross_entropies(outputs, y[agents, batch])
+                else:
+                    per_sample = per_sample_losses(training.loss, outputs, y[agents, batch], 2)
                 if weights is not None:
                     per_sample = per_sample * weights[agents, batch]
             if min(counts) == max(counts):

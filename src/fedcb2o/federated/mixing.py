@@ -16,7 +16,7 @@ The models of all agents are one matrix, which is multiplied by a sparse matrix 
 
 import functools
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -28,7 +28,8 @@ from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.types import Reduction
 from fedcb2o.nn.parameters import is_contiguous_range, row_stride
 
-_TILE_COLUMNS = 2048  # of N models stay in a core's cache
+_TILE_COLUMNS = 64, 2048  # least and most
+_TILE_NUMBERS = 2**18  # of N models, which stay in a core's cache
 REDUCTION_TILE_COLUMNS = 8192
 """Columns that are mixed at once where an agent has a reduction, which costs calls per tile."""
 _DEVICE_TILE_COLUMNS = 2**16  # off the CPU, where calls cost more and caches less
@@ -49,10 +50,30 @@ class MixingMatrix:
     values: Float[np.ndarray, " k"]
     reductions: Mapping[int, tuple[Reduction, float]] = field(default_factory=dict)
 
+    @classmethod
+    def concatenate(cls, parts: "Sequence[MixingMatrix]") -> "MixingMatrix":
+        """Return the matrix with the rows of all parts, one part after the other."""
+        counts = np.concatenate([np.diff(part.row_offsets) for part in parts])
+        first = np.cumsum([0, *(len(part.own) for part in parts)]).tolist()
+        return cls(
+            np.concatenate([part.own for part in parts]),
+            np.concatenate([[0], counts.cumsum()]),
+            np.concatenate([part.columns for part in parts]),
+            np.concatenate([part.values for part in parts]),
+            {
+                start + k: reduction
+                for start, part in zip(first, parts, strict=False)
+                for k, reduction in part.reductions.items()
+            },
+        )
+
     @property
     def tile_columns(self) -> int:
         """Number of columns of the models that are mixed at once on a CPU."""
-        return REDUCTION_TILE_COLUMNS if self.reductions else _TILE_COLUMNS
+        if self.reductions:
+            return REDUCTION_TILE_COLUMNS
+        least, most = _TILE_COLUMNS
+        return max(least, min(most, _TILE_NUMBERS // max(1, len(self.own)) // least * least))
 
 
 def mixing_matrix(

@@ -26,7 +26,7 @@ class Losses:
         mean: Average loss L_j.
         by_class: Class losses L_{j,c}; 0 where the agent holds no sample of class c.
         present: Whether the agent holds a sample of each class.
-        entropy: Mean entropy of the predictions, in nats; NaN for a model that is not finite.
+        entropy_of: Computes `entropy`, which few functions read.
         per_sample: Loss of each sample, to compare models on the same samples.
         labels: Class of each sample; 0 for data without classes.
         is_cross_entropy: Whether the losses are the cross-entropies of `labels`.
@@ -35,38 +35,39 @@ class Losses:
     mean: Float[Tensor, "*a m"]
     by_class: Float[Tensor, "*a m C"]
     present: Bool[Tensor, "*a C"]
-    entropy: Float[Tensor, "*a m"]
+    entropy_of: Callable[[], Float[Tensor, "*a m"]]
     per_sample: Float[Tensor, "*a m n"]
     labels: Int[Tensor, "*a n"]
     is_cross_entropy: bool = field(default=False, kw_only=True)
 
+    @functools.cached_property
+    def entropy(self) -> Float[Tensor, "*a m"]:
+        """Mean entropy of the predictions, in nats; NaN for a model that is not finite."""
+        return self.entropy_of()
+
     def __getitem__(self, k: int) -> "Losses":
         """Return the losses of one of several agents."""
-        return Losses(
-            *(values[k] for values in self._tensors), is_cross_entropy=self.is_cross_entropy
-        )
+        return self._map(lambda values: values[k])
 
     def clone(self) -> "Losses":
         """Return a copy that may be written to."""
-        return Losses(
-            *(values.clone() for values in self._tensors), is_cross_entropy=self.is_cross_entropy
-        )
+        return self._map(Tensor.clone)
 
     def select(self, models: slice | Bool[Tensor, " m"]) -> "Losses":
         """Return the losses of some of the models."""
-        return Losses(
-            self.mean[..., models],
-            self.by_class[..., models, :],
-            self.present,
-            self.entropy[..., models],
-            self.per_sample[..., models, :],
-            self.labels,
-            is_cross_entropy=self.is_cross_entropy,
+        return dataclasses.replace(
+            self,
+            mean=self.mean[..., models],
+            by_class=self.by_class[..., models, :],
+            entropy_of=lambda: self.entropy[..., models],
+            per_sample=self.per_sample[..., models, :],
         )
 
-    @property
-    def _tensors(self) -> tuple[Tensor, ...]:
-        return self.mean, self.by_class, self.present, self.entropy, self.per_sample, self.labels
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "Losses":
+        """Return the losses with each tensor changed."""
+        names = ("mean", "by_class", "present", "per_sample", "labels")
+        changed: dict[str, Any] = {name: change(getattr(self, name)) for name in names}
+        return dataclasses.replace(self, entropy_of=lambda: change(self.entropy), **changed)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
 from fedcb2o.federated.evaluation.metrics import EvaluationResult
 from fedcb2o.federated.evaluation.models import evaluate_models
-from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
+from fedcb2o.federated.guards.acceptance import are_finite, is_acceptable
 from fedcb2o.federated.local_update import TrainResult, plan_training_batches, train_
 from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
 from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, make_outbox
@@ -173,12 +173,16 @@ class LocalEngine:
         The result is False for benign agents whose model is not finite.
         """
         layout = self.group.layout
-        self.mix_rows_(mixing_matrix(Decisions.concatenate(decisions), layout.own, layout.previous))
+        matrices = []
+        for members, batch in zip(self.members, decisions, strict=True):
+            previous = None if layout.previous is None else layout.previous[members]
+            matrices.append(mixing_matrix(batch, layout.own[members], previous))
+        self.mix_rows_(MixingMatrix.concatenate(matrices))
         is_finite = self.group.data.malicious.copy()
         tasks = [(members,) for members in self.members]
-        largest = self.executor.map(_max_abs, tasks, self.fine_parts, self._kernels)
-        for members, values in zip(self.members, largest, strict=True):
-            is_finite[members] |= np.isfinite(values)
+        found = self.executor.map(_are_finite, tasks, self.fine_parts, self._kernels)
+        for members, values in zip(self.members, found, strict=True):
+            is_finite[members] |= values
         return is_finite
 
     def mix_rows_(self, matrix: MixingMatrix) -> None:
@@ -186,7 +190,8 @@ class LocalEngine:
         dim = self.spec.dim
         tile = matrix.tile_columns
         if self.max_columns is None:
-            step = -(-dim // (_TILES_PER_WORKER * self.executor.count))
+            count = self.executor.count
+            step = -(-dim // (_TILES_PER_WORKER * count if count > 1 else 1))
         else:
             step = self.max_columns // tile * tile
         # Tasks consist of whole tiles.
@@ -266,8 +271,8 @@ def _craft_models_(
     return craft_models_(group, members, n, is_finite, peek or peek_buffer)
 
 
-def _max_abs(group: AgentGroup, members: Members) -> Float[np.ndarray, " a"]:
-    return max_abs(group.models, group.layout.own[members].tolist())
+def _are_finite(group: AgentGroup, members: Members) -> Bool[np.ndarray, " a"]:
+    return are_finite(group.models, group.layout.own[members].tolist())
 
 
 def _mix_columns_(

@@ -2,6 +2,7 @@
 
 from typing import Annotated
 
+import numpy as np
 import torch
 from jaxtyping import Bool, Float, Int
 from pydantic import Field
@@ -94,9 +95,9 @@ def _centre_and_spread(
     The spread is the standard deviation of normal gaps with their median absolute deviation. Both
     are 0 for an agent of one class.
     """
-    finite = gap.masked_fill(~(present.unsqueeze(-2) & gap.isfinite()), torch.nan)
-    median = finite.nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
-    deviation = (finite - median).abs().nanmedian(-1, keepdim=True).values.nan_to_num(nan=0.0)
+    is_counted = present.unsqueeze(-2).expand(gap.shape)
+    median = _median(gap, is_counted).unsqueeze(-1)
+    deviation = _median((gap - median).abs(), is_counted).unsqueeze(-1)
     several = (present.sum(-1) > 1)[..., None, None]
     return several * median.clamp(min=0), several * _NORMAL_MAD * deviation
 
@@ -122,8 +123,12 @@ def _better_half(losses: Float[Tensor, "*a m"]) -> Bool[Tensor, "*a m"]:
 
 def _median(values: Float[Tensor, "*a m"], mask: Bool[Tensor, "*a m"]) -> Float[Tensor, "*a"]:
     """Return the lower median of the masked values that are finite; 0 if none is."""
-    masked = values.masked_fill(~(mask & values.isfinite()), torch.nan)
-    return masked.nanmedian(-1).values.nan_to_num(nan=0.0)
+    is_counted = mask & values.isfinite()
+    # For few numbers NumPy sorts in a third of the time of PyTorch's `nanmedian`.
+    ordered = np.sort(values.masked_fill(~is_counted, torch.inf).numpy(), -1)
+    middle = ((is_counted.sum(-1, keepdim=True) - 1) // 2).clamp(min=0)
+    median = torch.from_numpy(ordered).gather(-1, middle).squeeze(-1)
+    return median.nan_to_num(posinf=0.0)
 
 
 def _variance_within_classes(

@@ -17,6 +17,7 @@ from fedcb2o.federated.inference import (
     SAMPLES_PER_PASS,
     Reference,
     bound_networks,
+    dense_layers,
     per_sample_losses,
 )
 from fedcb2o.federated.losses import Loss, predicts_labels
@@ -24,12 +25,13 @@ from fedcb2o.federated.plugin_outputs import apply_sample_transform, metric_valu
 from fedcb2o.federated.ragged import AgentIds, Indices
 from fedcb2o.federated.validation import own_models, validation_losses
 from fedcb2o.nn.batch_norm import estimate_statistics_
-from fedcb2o.nn.parameters import bind_
+from fedcb2o.nn.parameters import bind_, gather_rows, unstack_views
 
 Measure = Callable[[Tensor, Tensor], Tensor]
 """(outputs of k models [k, n, ...], labels or targets [n, ...]) -> a measure [k, n, ...]."""
 _Test = tuple[str, Indices, Shard, Loss | None]
 _MAX_OUTPUTS = 2**20  # of several models at once
+_MAX_LINEAR_OUTPUTS = 2**18  # which stay in a core's cache
 
 
 def evaluate_models(group: AgentGroup, members: Indices) -> EvaluationResult:
@@ -54,17 +56,19 @@ def _score(group: AgentGroup, name: str, members: Indices, test: Shard, loss: Lo
     spec = group.spec
     if not len(test):
         return Score(exact=np.full(len(members), np.nan))
+    rows = torch.from_numpy(group.layout.own[members])
     measure = functools.partial(
         measure_samples,
         spec.module,
         group.models,
-        torch.from_numpy(group.layout.own[members]),
+        rows,
         test,
         models_per_batch=spec.kernels.models_per_batch,
         references=group.references(members),
     )
     chosen: dict[str, Float[np.ndarray, " a"]] = {}
     predicted: Tensor | None = None
+    confusion: Tensor | None = None
     losses: Float[np.ndarray, " a"] | None = None
     if name == "own" and spec.metrics:
         chosen, predicted = _chosen_metrics(group, members, test)
@@ -79,9 +83,58 @@ def _score(group: AgentGroup, name: str, members: Indices, test: Shard, loss: Lo
         if spec.num_classes == 1:
             return Score(loss=losses, chosen=chosen)
         if predicted is None:
-            predicted = measure(predicted_class)
-    confusion = confusion_matrices(predicted, test.y, spec.num_classes)
+            batch = spec.kernels.models_per_batch
+            confusion = linear_confusion(
+                spec.module, group.models, rows, test, spec.num_classes, batch
+            )
+        if confusion is None:
+            predicted = measure(predicted_class) if predicted is None else predicted
+            confusion = confusion_matrices(predicted, test.y, spec.num_classes)
     return Score(confusion.int().numpy(), losses, chosen=chosen)
+
+
+def linear_confusion(
+    module: nn.Module,
+    models: Float[Tensor, "p d"],
+    rows: Int[Tensor, " m"],
+    test: Shard,
+    num_classes: int,
+    models_per_batch: int | None = None,
+) -> Float[Tensor, "m C C"] | None:
+    """Count the predictions of linear models in one product; None for other models.
+
+    Sums in another order round differently. Where that may change the largest output for a sample,
+    the predictions of the model are those of `predicted_class`.
+    """
+    layers = dense_layers(module, models.shape[1])
+    if [*map(type, layers)] != [nn.Flatten, nn.Linear] or models.device.type != "cpu":
+        return None
+    x = features(test.x[test.y.argsort()]).flatten(1)
+    counts = torch.bincount(test.y, minlength=num_classes).tolist()
+    # Twice the bound of Higham (2002, Section 3.1) on the rounding of two outputs, each in two
+    # orders.
+    unit = 4 * (x.shape[1] + 1) * torch.finfo(torch.float32).eps
+    largest = x.norm(dim=1).max()
+    found, is_bounded = [], []
+    for part in torch.split(rows, max(1, _MAX_LINEAR_OUTPUTS // (len(x) * num_classes))):
+        weight, bias = unstack_views(module, gather_rows(models, part.tolist()))
+        outputs = torch.addmm(bias.reshape(-1, 1), weight.flatten(0, 1), x.T)
+        outputs = outputs.view(len(part), num_classes, len(x))
+        scale = largest * weight.norm(dim=2).amax(1) + bias.abs().amax(1)
+        least = outputs.amax(1).sub_((unit * scale).unsqueeze(1))
+        is_largest = torch.ge(outputs, least.unsqueeze(1), out=outputs)
+        columns = [samples.sum(-1) for samples in torch.split(is_largest, counts, -1)]
+        found.append(torch.stack(columns, 1))
+        is_bounded.append(scale.isfinite())
+    confusion = torch.cat(found)
+    # A sample with several outputs near the largest one counts several times.
+    is_unsure = ~torch.cat(is_bounded) | (confusion.sum((1, 2)) != len(x))
+    if is_unsure.any():
+        measure = functools.partial(measure_samples, models_per_batch=models_per_batch)
+        predicted = measure(module, models, rows[is_unsure], test, predicted_class)
+        exact = confusion_matrices(predicted, test.y, num_classes)
+        confusion[is_unsure] = exact.to(confusion.dtype)
+    return confusion
 
 
 def _tests(group: AgentGroup, members: Indices) -> Iterator[_Test]:

@@ -81,6 +81,17 @@ def max_abs(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[np.ndarr
     return largest
 
 
+def are_finite(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Bool[np.ndarray, " m"]:
+    """Return whether each model holds finite numbers only."""
+    size = max(1, _NUMBERS_PER_CALL // models.shape[1])
+    sums = [_select(models, rows[k : k + size]).sum(1) for k in range(0, len(rows), size)]
+    found: np.ndarray = torch.cat(sums).isfinite().cpu().numpy() if sums else np.ones(0, bool)
+    # A sum of large numbers may be infinite, too.
+    for k in np.flatnonzero(~found).tolist():
+        found[k] = np.isfinite(max_abs(models, rows[k : k + 1])[0])
+    return found
+
+
 def _select(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
     """Return rows: a view of rows at equal distances, otherwise a copy."""
     step = max(1, rows[1] - rows[0]) if len(rows) > 1 else 1
