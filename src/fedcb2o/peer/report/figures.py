@@ -29,17 +29,10 @@ _MAX_ROWS, _MAX_COLUMNS = 40, 240  # of peers and rounds in a figure
 _MAX_CURVES = 6
 _GREY, _AMBER = "#88888840", "#F2A03DB0"  # translucent, for light and dark pages
 _REST = "#AAAAAA"
-OUTCOME_COLOURS = {
-    "averaged": PALETTE[0],
-    "not averaged": PALETTE[5],
-    "refused": PALETTE[1],
-    "late": PALETTE[4],
-    "behind": PALETTE[3],
-    "no model": PALETTE[2],
-    "relay down": PALETTE[8],
-    "no answer": _REST,
-}
-"""Outcomes of asking a peer, with their colours."""
+OUTCOMES = (
+    "averaged", "not averaged", "refused", "late", "behind", "no model", "relay down", "no answer",
+)  # fmt: skip
+"""Outcomes of asking a peer."""
 SCORES = {
     name: metric.label
     for name, metric in METRICS.items()
@@ -49,7 +42,7 @@ SCORES = {
 
 
 def outcomes(record: RoundRecord) -> dict[int, str]:
-    """Return the outcome of asking each peer in a round, a key of `OUTCOME_COLOURS`."""
+    """Return the outcome of asking each peer in a round, of `OUTCOMES`."""
     result = dict.fromkeys(record.asked, "no answer")
     groups = {
         "late": record.late,
@@ -131,21 +124,6 @@ def draw_contributions(records: PeerRecords) -> Figure | None:
 
 
 @mpl.rc_context(STYLE)
-def draw_traffic(rounds: Sequence[RoundRecord]) -> Figure | None:
-    """Draw the total received and sent megabytes.
-
-    None without values.
-    """
-    received = np.cumsum([record.incoming_bytes / 1e6 for record in rounds])
-    sent = np.cumsum([record.sent / 1e6 for record in rounds])
-    figure = _draw_curves("Bytes", rounds, {"in": received.tolist(), "out": sent.tolist()})
-    if figure is not None:
-        figure.axes[0].set_ylabel("total MB")
-        figure.axes[0].set_ylim(bottom=0)
-    return figure
-
-
-@mpl.rc_context(STYLE)
 def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
     """Draw the duration of each round by phase.
 
@@ -181,62 +159,6 @@ def draw_phases(rounds: Sequence[RoundRecord]) -> Figure | None:
     ax.set_title("Seconds of a round")
     _label_rounds(ax, rounds)
     _add_legend(figure, ax, ncols=4)
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def draw_outcomes(records: PeerRecords) -> Figure | None:
-    """Draw how often each peer was asked, by outcome.
-
-    None if no peer was asked.
-    """
-    peers = _busiest_peers(records)
-    by_round = [outcomes(record) for record in records.rounds]
-    counts = {
-        outcome: np.array([sum(row.get(peer) == outcome for row in by_round) for peer in peers])
-        for outcome in OUTCOME_COLOURS
-    }
-    if not any(count.any() for count in counts.values()):
-        return None
-
-    figure, ax = _new_peer_panel(records, peers)
-    left = np.zeros(len(peers))
-    for outcome, count in counts.items():
-        if count.any():
-            colour = OUTCOME_COLOURS[outcome]
-            ax.barh(np.arange(len(peers)), count, 0.7, left=left, color=colour, label=outcome)
-            left = left + count
-    ax.set_title("Outcome of requests")
-    ax.set_xlabel("rounds in which the peer was asked")
-    ax.xaxis.set_major_locator(MaxNLocator(5, integer=True, min_n_ticks=1))
-    _add_legend(figure, ax, ncols=4)
-    return figure
-
-
-@mpl.rc_context(STYLE)
-def draw_response_times(
-    records: PeerRecords, seconds: Mapping[int, Sequence[float]]
-) -> Figure | None:
-    """Draw each peer's median response time with its 10% to 90% range.
-
-    None without response times.
-    """
-    peers = _busiest_peers(records)
-    if not any(seconds.get(peer) for peer in peers):
-        return None
-    figure, ax = _new_peer_panel(records, peers)
-    for y, peer in enumerate(peers):
-        if not seconds.get(peer):
-            continue
-        low, middle, high = np.quantile(seconds[peer], [0.1, 0.5, 0.9])
-        ax.plot(
-            [low, high], [y, y], color=PALETTE[5], linewidth=4, alpha=0.55, solid_capstyle="round"
-        )
-        ax.plot([middle], [y], "o", color=PALETTE[0], markersize=5)
-    ax.set_xlim(left=0)
-    ax.set_title("Response times")
-    ax.xaxis.set_major_locator(MaxNLocator(5))
-    ax.set_xlabel("seconds until downloaded and checked")
     return figure
 
 
@@ -365,19 +287,6 @@ def _add_legend(
 def _new_panel() -> tuple[Figure, Axes]:
     figure = Figure(figsize=(_WIDTH, _HEIGHT), layout="constrained")
     return figure, figure.subplots()
-
-
-def _new_peer_panel(records: PeerRecords, peers: Sequence[int]) -> tuple[Figure, Axes]:
-    """Return a figure with one row per peer, the first on top."""
-    figure = Figure(figsize=(_WIDTH, 1.1 + 0.24 * len(peers)), layout="constrained")
-    ax = figure.subplots()
-    names = [_shorten(records.info.name_of(peer)) for peer in peers]
-    ax.set_yticks(range(len(peers)), names, fontsize=9)
-    ax.set_ylim(len(peers) - 0.4, -0.6)
-    ax.tick_params(axis="y", length=0)
-    ax.grid(visible=False, axis="y")
-    ax.grid(visible=True, axis="x")
-    return figure, ax
 
 
 def _round_edges(rounds: Sequence[RoundRecord]) -> Float[np.ndarray, " n1"]:

@@ -217,9 +217,6 @@ def _describe_gain(records: PeerRecords, assessed: RoundRecord) -> str:
 
 def _add_peers(page: Page, records: PeerRecords) -> None:
     page.add_heading("Requests and answers")
-    outcomes = figures.draw_outcomes(records)
-    response_times = figures.draw_response_times(records, _response_times(records.rounds))
-    page.show_figures(_existing([outcomes, response_times]), "asked")
     page.show_table(peers_table(records), "Peers", caption=_PEERS_NOTE)
 
     weights = figures.draw_weights(records)
@@ -262,8 +259,7 @@ def _add_refusals(page: Page, records: PeerRecords) -> None:
 def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_heading("Bytes and seconds")
     rounds = records.rounds
-    drawn = [figures.draw_traffic(rounds), figures.draw_phases(rounds)]
-    page.show_figures(_existing(drawn), "traffic")
+    page.show_figures(_existing([figures.draw_phases(rounds)]), "phases")
     page.add_note(_describe_totals(rounds))
     info = records.info
     ids = sorted(info.names.keys() - {info.id})
@@ -272,18 +268,9 @@ def _add_traffic(page: Page, records: PeerRecords) -> None:
     page.add_note(text)
 
 
-def _response_times(rounds: Iterable[RoundRecord]) -> dict[int, list[float]]:
-    """Return the download times of each peer's models, in seconds."""
-    seconds: dict[int, list[float]] = defaultdict(list)
-    for record in rounds:
-        for model in record.received:
-            seconds[model.id].append(model.seconds)
-    return seconds
-
-
 def peers_table(records: PeerRecords) -> pd.DataFrame:
     """Tabulate requests, outcomes, response times, bytes, weight and last link by peer."""
-    seconds = _response_times(records.rounds)
+    seconds: dict[int, list[float]] = defaultdict(list)
     outcomes = [figures.outcomes(record) for record in records.rounds]
     counts = Counter(item for round_outcomes in outcomes for item in round_outcomes.items())
     last_alive = {peer: record.round for record in records.rounds for peer in record.alive}
@@ -294,6 +281,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
     contributions: dict[int, list[float]] = defaultdict(list)
     for record in records.rounds:
         for model in record.received:
+            seconds[model.id].append(model.seconds)
             if model.contribution is not None:
                 contributions[model.id].append(model.contribution)
     weights: dict[int, float] = defaultdict(float)
@@ -301,7 +289,7 @@ def peers_table(records: PeerRecords) -> pd.DataFrame:
         for model in record.received:
             weights[model.id] += (model.weight or 0.0) / len(last_rounds)
 
-    columns = list(figures.OUTCOME_COLOURS)
+    columns = list(figures.OUTCOMES)
     # On a narrow page, columns of zeros only would hide the others.
     for rare in ("not averaged", "behind", "no model", "relay down", "no answer"):
         if not any(outcome == rare for _, outcome in counts):

@@ -119,21 +119,23 @@ class Session:
         self._federation = federation
         self._agent_id = federation.id_of(identity.member)
         self._identity_key = identity.member.key
-        self._former_members: dict[int, list[Member]] = {}
+        former: dict[int, list[Member]] = {}
         for id, member in federation.former_members():
-            self._former_members.setdefault(id, []).append(member)
+            former.setdefault(id, []).append(member)
+        # By agent: its present key first, and the newest former ones.
+        self._known = {id: [member] for id, member in federation.members.items()}
+        for id, members in former.items():
+            self._known[id] = self._known.get(id, []) + members[-_MAX_FORMER_KEYS:]
         self._sign: Callable[[bytes], bytes] = identity.sign
         self._private = X25519PrivateKey.generate()
         self._key = self._private.public_key().public_bytes_raw()
         self._counts = itertools.count()  # of all channels, so that no nonce is used twice
         self._lock = threading.Lock()
         # By identity key, so that former keys displace no session of the present one.
-        self._channels: dict[bytes, dict[bytes, _Channel]] = {}
-        self._cards: dict[bytes, Card] = {}
+        self._channels: dict[bytes, dict[bytes, tuple[Card, _Channel]]] = {}
         # By agent and session key.
         self._shown: dict[int, dict[bytes, tuple[Card, _Channel]]] = {}
-        ids = (*federation.members, *self._former_members)
-        self._paces = {id: Pace(_INTRODUCTIONS, _INTRODUCTIONS_PER_SECOND) for id in ids}
+        self._paces = {id: Pace(_INTRODUCTIONS, _INTRODUCTIONS_PER_SECOND) for id in self._known}
         self._own_card = self.card(0)
         self.name = Card(self._agent_id, self._key, 0, self._identity_key).session
 
@@ -149,28 +151,18 @@ class Session:
         if len(data) != CARD_BYTES:
             raise MalformedError("malformed")
         content = bytes(data)
-        # Each message has its card, which is verified once only.
-        if content in self._cards:
-            return self._cards[content]
         magic, version, message, run, agent, key, count = _CARD.unpack_from(content)
         if (magic, version, message) != (_MAGIC, _VERSION, 4):
             raise MalformedError("version" if magic == _MAGIC else "malformed")
-        member = self._federation.members.get(agent)
-        known = [] if member is None else [member]
-        known += self._former_members.get(agent, [])[-_MAX_FORMER_KEYS:]
-        if not known or agent == self._agent_id or run != self._federation.run:
+        known = self._known.get(agent)
+        if known is None or agent == self._agent_id or run != self._federation.run:
             raise MalformedError("member")
         signed, signature = _CARD_CONTEXT + content[: _CARD.size], content[_CARD.size :]
         signer = next((one for one in known if one.verify(signed, signature)), None)
         if signer is None:
             raise MalformedError("signature")
-        card = Card(agent, key, count, signer.key, is_former=signer is not member)
-        with self._lock:
-            # A member signs another card twice a second, so that old ones have to go.
-            if len(self._cards) >= 2 * _MAX_SESSIONS * len(self._federation.members):
-                self._cards.clear()
-            self._cards[content] = card
-        return card
+        is_former = signer is not self._federation.members.get(agent)
+        return Card(agent, key, count, signer.key, is_former=is_former)
 
     def introduce(self, card: Card) -> None:
         """Derive the keys of a session from a verified card; MalformedError as in `seal`.
@@ -221,30 +213,30 @@ class Session:
     def _sender(self, agent: int, content: bytes) -> tuple[Card, _Channel]:
         """Return the session that claims to send a message, and its keys.
 
-        A session whose card was shown is recognised by its key, because only its owner can seal.
-        Every other new card costs a verification, and counts against the pace of its member.
+        A known session is recognised by its key, because only its owner can seal. Every other card
+        costs a verification, and counts against the pace of its member.
         """
         key = _CARD.unpack_from(content)[5]
-        if shown := self._shown.get(agent, {}).get(key):
-            return shown
-        card = self._cards.get(content)
-        channels = self._channels.get(card.identity, {}) if card else {}
-        if card is None or key not in channels:
-            pace = self._paces.get(agent)
-            if pace is None or not pace.take():
-                raise MalformedError("member" if pace is None else "rate")
-            card = self.read_card(content)
+        shown = self._shown.get(agent, {})
+        opened = [self._channels.get(one.key, {}) for one in self._known.get(agent, [])]
+        for known in (shown, *opened):
+            if key in known:
+                return known[key]
+        pace = self._paces.get(agent)
+        if pace is None or not pace.take():
+            raise MalformedError("member" if pace is None else "rate")
+        card = self.read_card(content)
         return card, self._channel(card)
 
     def _channel(self, card: Card) -> _Channel:
         known = self._channels.get(card.identity, {}).get(card.key)
-        return known or self._new_channel(card)
+        return known[1] if known else self._new_channel(card)
 
     def _keep(self, card: Card, channel: _Channel) -> _Channel:
         """Remember a channel; return the one that was remembered first."""
         with self._lock:
             channels = self._channels.setdefault(card.identity, {})
-            kept = channels.setdefault(card.key, channel)
+            _, kept = channels.setdefault(card.key, (card, channel))
             if len(channels) > _MAX_SESSIONS:
                 del channels[next(iter(channels))]
             return kept
