@@ -21,7 +21,6 @@ from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments import run
 from fedcb2o.experiments.grid import bench
 from fedcb2o.parallel import _shared_memory
-from fedcb2o.ray_backend import _code_shipping
 from fedcb2o.report import create_page, read_grid
 from tests.tiny import bits, cells_in_this_process, run_cli, tiny
 
@@ -355,26 +354,6 @@ def test_a_node_of_a_cluster_writes_into_the_run_only(tmp_path, name):
     with pytest.raises(RunError, match="no file of a run"):
         remote_job.write_files(tmp_path / "run", {name: np.zeros(3, np.uint8)})
     assert [path.name for path in tmp_path.iterdir()] == ["run"]
-
-
-def test_code_of_others_in_the_place_of_unpacked_code_is_not_imported(tmp_path, monkeypatch):
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    source = tmp_path / "source" / "own_module.py"
-    source.parent.mkdir()
-    source.write_text("x = 1\n")
-    archive = _code_shipping._zip([source])
-    folder = _code_shipping._unpack(archive)
-    assert _code_shipping._unpack(archive) == folder
-    folder.rename(tmp_path / "moved")
-    folder.symlink_to(tmp_path / "moved")
-    with pytest.raises(PermissionError, match="remove it"):
-        _code_shipping._unpack(archive)
-    folder.unlink()
-    folder.mkdir()
-    (folder / "own_module.py").write_text("x = 2\n")
-    folder.chmod(0o777)
-    with pytest.raises(PermissionError, match="remove it"):
-        _code_shipping._unpack(archive)
 
 
 def test_events_are_not_written_through_links(tmp_path, secret):

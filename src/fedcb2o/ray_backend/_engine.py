@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.errors import FedCB2OError
 from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -27,7 +26,6 @@ from fedcb2o.federated.publishing import Outbox
 from fedcb2o.federated.ragged import AgentIds, Members, Ragged, Rows
 from fedcb2o.nn.parameters import row_stride
 from fedcb2o.parallel._serialization import serialize, unwrap_result
-from fedcb2o.ray_backend._code_shipping import localize_paths
 from fedcb2o.ray_backend._errors import translate_ray_errors
 from fedcb2o.ray_backend._transfers import RowTransfer, plan_transfers
 from fedcb2o.ray_backend._worker import AgentWorker, InitModels, MakeGroup, as_tensor
@@ -113,11 +111,7 @@ class RayEngine:
                 ]
             )
             self.seconds += [seconds for _, seconds in answers]
-            try:
-                return [unwrap_result(content) for content, _ in answers]
-            except FedCB2OError as error:
-                error.args = (localize_paths(str(error)),)
-                raise
+            return [unwrap_result(content) for content, _ in answers]
 
     def build_groups(self, make: MakeGroup, data: Mapping[str, Tensor]) -> None:
         """Build the groups of the workers, from data that each node gets once."""

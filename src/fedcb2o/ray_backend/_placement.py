@@ -6,7 +6,6 @@ import importlib
 import itertools
 import logging
 import platform
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -23,13 +22,13 @@ from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.kernels.devices import is_cpu
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._executors import balance_load
-from fedcb2o.ray_backend._code_shipping import (
+from fedcb2o.ray_backend._errors import translate_ray_errors
+from fedcb2o.ray_backend._user_code import (
     extend_sys_path,
-    pack_modules,
+    import_path,
     runtime_environment,
     user_modules,
 )
-from fedcb2o.ray_backend._errors import translate_ray_errors
 from fedcb2o.ray_backend._worker import AgentWorker
 from fedcb2o.simulation.rounds import WorkerLostError
 
@@ -144,8 +143,8 @@ def start_workers(
     """
     handles: list[Any] = []
     gpus = 0 if is_cpu(device) else 1
-    archive = pack_modules(user_functions)
-    options = {"num_cpus": 1, "num_gpus": gpus, **runtime_environment(archive)}
+    environment = runtime_environment(user_functions)
+    options = {"num_cpus": 1, "num_gpus": gpus, **environment}
     actor = ray.remote(AgentWorker)
     try:
         with translate_ray_errors():
@@ -154,7 +153,7 @@ def start_workers(
                 # from its checkpoint.
                 strategy = _pin_to(node.id)
                 pinned = actor.options(scheduling_strategy=strategy, max_restarts=0, **options)
-                handles.append(pinned.remote(sys.path, archive))
+                handles.append(pinned.remote(import_path()))
             waiting = [handle.__ray_ready__.remote() for handle in handles]
             while waiting:
                 # Each actor that starts renews the time of the others.
@@ -186,9 +185,8 @@ def _ask_nodes(
     user_functions: Sequence[str], device: str | None
 ) -> list[tuple[dict[str, Any], int, Any]]:
     """Ask every suitable node for a report; return (Ray's record, processors, reference)."""
-    archive = pack_modules(user_functions)
     # Without a processor, so that nodes answer that are busy.
-    options = {"num_cpus": 0, **runtime_environment(archive)}
+    options = {"num_cpus": 0, **runtime_environment(user_functions)}
     describe = ray.remote(_describe_node)
     kinds = ("CPU",) if is_cpu(device) else ("CPU", "GPU")
     asked = []
@@ -196,7 +194,7 @@ def _ask_nodes(
         processors = int(min(known["Resources"].get(kind, 0) for kind in kinds))
         if known["Alive"] and processors:
             pinned = describe.options(scheduling_strategy=_pin_to(known["NodeID"]), **options)
-            ref = pinned.remote(sys.path, archive, user_modules(user_functions))
+            ref = pinned.remote(import_path(), user_modules(user_functions))
             asked.append((known, processors, ref))
     return asked
 
@@ -212,13 +210,13 @@ def _check_report(name: str, report: _NodeReport) -> None:
         raise RunError(f"node {name} of the cluster has {', '.join(pairs)}: they must be the same")
     for module, error in report.import_errors.items():
         raise RunError(
-            f"node {name} of the cluster cannot import your `{module}` ({error}): install what it "
-            "needs on each node, or put it next to that module"
+            f"node {name} of the cluster cannot import your `{module}` ({error}): install it "
+            "and what it needs on each node, or put it into a folder that all nodes share"
         )
 
 
-def _describe_node(path: Sequence[str], archive: bytes, modules: Sequence[str]) -> _NodeReport:
-    extend_sys_path(path, archive)
+def _describe_node(path: Sequence[str], modules: Sequence[str]) -> _NodeReport:
+    extend_sys_path(path)
     import_errors = {}
     for module in modules:
         try:

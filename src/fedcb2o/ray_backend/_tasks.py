@@ -6,7 +6,6 @@
 
 import contextlib
 import pickle
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -18,8 +17,8 @@ import torch
 
 from fedcb2o.errors import RunError
 from fedcb2o.parallel._serialization import serialize
-from fedcb2o.ray_backend._code_shipping import extend_sys_path, pack_modules, runtime_environment
 from fedcb2o.ray_backend._errors import translate_ray_errors
+from fedcb2o.ray_backend._user_code import extend_sys_path, import_path, runtime_environment
 
 TaskId = TypeVar("TaskId")
 
@@ -69,7 +68,7 @@ class TaskPool:
         without one. If the call ends early, all tasks are cancelled.
         """
         remaining = iter(task_ids)
-        archive = pack_modules(self.user_functions)
+        environment = runtime_environment(self.user_functions)
         running: dict[Any, TaskId] = {}  # by their streams of results
         # Ray's own retries would repeat the arguments. These tasks continue from later files.
         retries: deque[tuple[float, TaskId]] = deque()  # (time, id)
@@ -77,13 +76,13 @@ class TaskPool:
             while True:
                 while retries and retries[0][0] <= time.monotonic():
                     task_id = retries.popleft()[1]
-                    running[_start(task(task_id), archive)] = task_id
+                    running[_start(task(task_id), environment)] = task_id
                 # A task that waits for its retry keeps its processor.
                 while len(running) + len(retries) < count:
                     new = next(remaining, None)
                     if new is None:
                         break
-                    running[_start(task(new), archive)] = new
+                    running[_start(task(new), environment)] = new
                 if not running and not retries:
                     return
 
@@ -107,7 +106,7 @@ class TaskPool:
                     ray.cancel(stream, force=True)
 
 
-def _start(task: Task, archive: bytes) -> Any:
+def _start(task: Task, environment: dict[str, Any]) -> Any:
     """Start a task; return the stream of its results."""
     remote = _GENERATOR.options(
         num_cpus=1,
@@ -115,10 +114,10 @@ def _start(task: Task, archive: bytes) -> Any:
         max_retries=0,
         num_returns="streaming",
         _generator_backpressure_num_objects=1,  # wait until a value is consumed
-        **runtime_environment(archive),
+        **environment,
     )
     content = serialize((task.function, task.arguments))
-    return remote.remote(sys.path, archive, content, *task.loans)
+    return remote.remote(import_path(), content, *task.loans)
 
 
 def _wait(streams: list[Any]) -> list[Any]:
@@ -139,10 +138,8 @@ def _next_result(stream: Any) -> Any:
         return None if ref is None else ray.get(ref)
 
 
-def _run_generator(
-    path: Sequence[str], archive: bytes, content: bytes, *loans: Any
-) -> Iterator[Any]:
-    extend_sys_path(path, archive)  # before modules of user functions are unpickled
+def _run_generator(path: Sequence[str], content: bytes, *loans: Any) -> Iterator[Any]:
+    extend_sys_path(path)  # before modules of user functions are unpickled
     torch.set_num_threads(1)
     function, arguments = pickle.loads(content)
     yield from function(*arguments, *loans)

@@ -27,8 +27,8 @@ from fedcb2o.nn.parameters import MIN_FOREACH_SIZE, row_stride
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._executors import SerialExecutor
 from fedcb2o.parallel._serialization import execute
-from fedcb2o.ray_backend._code_shipping import extend_sys_path
 from fedcb2o.ray_backend._transfers import MAX_TRANSFER_BYTES
+from fedcb2o.ray_backend._user_code import extend_sys_path
 from fedcb2o.simulation.local_engine import LocalEngine
 
 MakeGroup = Callable[[Mapping[str, Tensor], Sequence[int]], AgentGroup]
@@ -51,8 +51,8 @@ class AgentWorker:
     states: dict[int, RuleState]
     refs: Sequence[Any] = ()
 
-    def __init__(self, path: Sequence[str], archive: bytes) -> None:
-        extend_sys_path(path, archive)
+    def __init__(self, path: Sequence[str]) -> None:
+        extend_sys_path(path)
         torch.set_num_threads(1)
 
     def execute(self, content: bytes, refs: Sequence[Any]) -> tuple[bytes, float]:

@@ -176,20 +176,18 @@ class _Batch(Generic[_JobId]):
 
     def receive(self, run: _Run[_JobId], update: JobUpdate) -> None:
         """Write the files of an update, and pass its messages on."""
-        from fedcb2o.ray_backend._code_shipping import localize_paths
-
         write_files(run.folder, update.files)
         # Losses count from the last checkpoint that came back.
         if any(Path(name).name == records.CHECKPOINT_FILE for name in update.files):
             run.losses = 0
         if update.stderr:
-            print(localize_paths(update.stderr), end="", file=sys.stderr)
+            print(update.stderr, end="", file=sys.stderr)
         if self._on_round is not None:
             for seed, line in update.rounds:
                 self._on_round(run.experiment, seed, line)
         if update.result is not None:
             seconds, error = update.result
-            self._end(run, (seconds, error and localize_paths(error)))
+            self._end(run, (seconds, error))
 
     def on_failure(self, run: _Run[_JobId], error: RunError) -> bool:
         """Return whether a failed run continues: one whose worker was lost, a few times."""
