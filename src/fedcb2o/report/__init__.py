@@ -3,7 +3,6 @@
 from fedcb2o.records import summary
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._article import ArticleForm
-from fedcb2o.report._attack_strengths import chosen_strengths_table, read_choices
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._figures import Curve, curve_panels, curves, figure6, source_counts
 from fedcb2o.report._grid_page import grid_notes, regret_figure, report_grid
@@ -34,7 +33,6 @@ __all__ = [
     "SettingResults",
     "by_agent",
     "by_source_count",
-    "chosen_strengths_table",
     "comparability_notes",
     "compare",
     "create_page",
@@ -49,7 +47,6 @@ __all__ = [
     "left_out_note",
     "net_attack_success",
     "pair_statistics",
-    "read_choices",
     "read_grid",
     "regret_figure",
     "report",

@@ -11,9 +11,8 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import STANDARD_METRICS, flatten, slug
+from fedcb2o.records import STANDARD_METRICS, flatten, read_json_with_checksum, slug
 from fedcb2o.report._article import ArticleForm, missing_curves_note, write_article
-from fedcb2o.report._attack_strengths import write_strengths
 from fedcb2o.report._explorer import explorer_page
 from fedcb2o.report._grid_metrics import GRID_METRICS, chosen_infos
 from fedcb2o.report._heat_map import draw_heat_map
@@ -116,7 +115,10 @@ def _write_files(
         page.write_table(f"{start}matrices/tuning", tuning_table(results))
         page.write_file(f"{start}tuning.csv", tuning_rows(results).to_csv(index=False))
         page.write_file(f"{start}tuning.json", json.dumps(results.tuning, indent=1) + "\n")
-    write_strengths(page, results, start)
+    strengths = results.folder / "strengths.json"
+    if strengths.is_file():
+        choices = read_json_with_checksum(strengths)
+        page.write_file(f"{start}strengths.json", json.dumps(choices, indent=1) + "\n")
     write_worst_attack_maps(page, results, start)
     page.write_file(f"{start}cells.csv", pd.concat(map(_long_table, views)).to_csv(index=False))
     statistics = pd.concat(map(_statistics_table, views))
