@@ -2,7 +2,7 @@
 
     python examples/landscape.py                                  # the figure of docs/particles.md
     python examples/landscape.py waves-1d --attack none --animate film.gif
-    python examples/landscape.py circle --attack greedy --malicious 20 --delta-q 0
+    python examples/landscape.py circle --attack tracking --malicious 20 --delta-q 0
 
 Left, L in grey, contours of G, particles from early (faint) to late, attackers as crosses, the
 consensus point as a line, the target as a star. Right, V (eq:V), half the mean squared distance of
@@ -46,7 +46,6 @@ def attackers(kind: str, n: int, case: Problem, mass: float | None) -> list[fedc
         "tracking": lambda: adversaries.tracking(n, (0.5,) * case.dim, mass=mass),
         "random": lambda: adversaries.random(n, mass=mass),
         "oscillating": lambda: adversaries.oscillating(n, (bad, lure), period=2.0, mass=mass),
-        "greedy": lambda: adversaries.greedy(n, mass=mass),
     }
     group = kinds[kind]()
     return [] if group is None else [group]
@@ -206,7 +205,7 @@ def write_film(film: Film, case: Problem, title: str, path: Path, frames: int = 
 def main() -> None:
     """Run, draw and print."""
     names = [name for name, item in problems().items() if item.dim <= 2]
-    kinds = ["none", "static", "lure", "tracking", "random", "oscillating", "greedy"]
+    kinds = ["none", "static", "lure", "tracking", "random", "oscillating"]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("problem", nargs="?", default="circle", choices=names)
     parser.add_argument("--attack", default="static", choices=kinds)

@@ -198,12 +198,6 @@ CASES = [
     (
         "call",
         "",
-        lambda: adversaries.greedy(3, candidates=2.5),
-        "`candidates` must be a whole number, at least 2",
-    ),
-    (
-        "call",
-        "",
         lambda: minimize(adversaries=adversaries.tracking(3, "x")),
         "`offset` must be a point",
     ),

@@ -238,7 +238,7 @@ def test_start_and_number_of_evaluations_are_options():
 @pytest.mark.parametrize(
     ("words", "film"),
     [
-        ("circle --attack greedy --delta-q 0", None),
+        ("circle --attack tracking --delta-q 0", None),
         ("waves-1d --attack none", "film.gif"),
         ("two-circles --attack static", "film.html"),
         ("waves-2d --attack random --mass 0.3", None),

@@ -13,7 +13,7 @@ from torch.testing import assert_close
 from fedcb2o import Adversary, CaptureWarning, ConfigError, Paper
 from fedcb2o.particles import adversaries
 from fedcb2o.particles.dynamics import ConsensusParams, consensus_point
-from fedcb2o.particles.objectives import circle, last_coordinate, norm, paraboloid
+from fedcb2o.particles.objectives import circle, last_coordinate, paraboloid
 
 LURE = paraboloid(2.0, 0.0)  # G is least at (2, 0); among the minimisers of L, at (1, 0)
 SETTINGS = {
@@ -114,49 +114,6 @@ def test_matrix_diffusion():
         assert_close(other, runs[0])
 
 
-def squared_shift(view, points):
-    """Return the squared shift of the consensus points by an adversary at points [r, c, d]."""
-    return (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
-
-
-@pytest.mark.parametrize("clusters", [1, 2])
-def test_greedy_moves_the_consensus_point_farther_than_random_points(clusters):
-    """A move is at least as effective as no move, and nearly always more than a random one."""
-    wins = []
-    attack = adversaries.greedy(15, candidates=48)
-    rng = np.random.default_rng(0)
-
-    def move(view):
-        drift, diffusion = attack.move(view)
-        assert diffusion == 0
-        chosen = view.theta_m + drift * view.dt
-        assert_close(chosen, chosen[:, :1].expand_as(chosen))  # all at one point
-        # Positions of benign particles, and random points.
-        points = torch.cat(
-            [
-                view.theta[:, rng.integers(60, size=20)],
-                torch.from_numpy(rng.uniform(-3, 3, (2, 20, 2))),
-            ],
-            1,
-        )
-        shift = squared_shift(view, chosen[:, :1])
-        assert (shift >= squared_shift(view, view.theta_m[:, :1]) - 1e-9).all() or view.n == 0
-        wins.append((shift >= squared_shift(view, points)).double().mean().item())
-        return drift, diffusion
-
-    lowers = circle if clusters == 1 else (circle, LURE)
-    minimize(
-        lowers,
-        norm if clusters == 1 else last_coordinate,
-        2,
-        adversaries=Adversary(move, 15),
-        runs=2,
-        **with_dynamics(SETTINGS),
-    )
-    assert len(wins) == 12
-    assert np.mean(wins) > 0.9
-
-
 @pytest.mark.parametrize("upper", [LURE, None])
 @pytest.mark.parametrize("mass", [None, 0.3])
 @pytest.mark.parametrize(
@@ -164,14 +121,11 @@ def test_greedy_moves_the_consensus_point_farther_than_random_points(clusters):
     [
         {},
         {"radius": 2.5, "quantile": "averaged"},
-        {"batch": 30},
         {"batch": 80},  # all particles, in a random order
-        {"batch": 30, "lambda2": 0.1},
     ],
     ids=steady,
 )
-def test_adversaries_can_evaluate_hypothetical_consensus_points(upper, mass, settings):
-    """`m_if` and `m_without` equal the consensus points of ensembles with these particles."""
+def test_adversaries_see_the_consensus_point_of_all_particles(upper, mass, settings):
     steps = []
     params = ConsensusParams(
         30.0, 0.4, 0.1, settings.get("radius", math.inf), "quantile" in settings
@@ -189,16 +143,7 @@ def test_adversaries_can_evaluate_hypothetical_consensus_points(upper, mass, set
         n_m = view.theta_m.shape[1]
         w_m = n_m / (n_m + 60) if mass is None else mass
         masses = double([(1 - w_m) / 60] * 60 + [w_m / n_m] * n_m).unsqueeze(0)
-        points = torch.from_numpy(np.random.default_rng(view.n).uniform(-1, 1, (2, 4, 2)))
-        shifted, without = view.m_if(points), view.m_without()
-        assert shifted.shape == (2, 4, 1, 2)
-        assert without.shape == (2, 1, 2)
-        assert_close(without[:, 0], m_of(view.theta, masses[:, :60]))
-        for c in range(4):
-            theta = torch.cat([view.theta, points[:, c : c + 1].expand(-1, n_m, -1)], 1)
-            assert_close(shifted[:, c, 0], m_of(theta, masses))
-        if "batch" not in settings:
-            assert_close(view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses))
+        assert_close(view.m[:, 0], m_of(torch.cat([view.theta, view.theta_m], 1), masses))
         return 0.0, 0.0
 
     adversary = Adversary(move, 20, [-1.0, 0.0], mass)
@@ -279,8 +224,6 @@ def test_invalid_adversaries_are_refused():
             minimize(circle, dim=2, adversaries=adversaries.static(5, at), maxiter=0)
     with pytest.raises(ConfigError, match="`period` must be above 0"):
         adversaries.oscillating(1, ([0.0], [1.0]), period=0.0)
-    with pytest.raises(ConfigError, match="`candidates` must be a whole number, at least 2"):
-        adversaries.greedy(1, candidates=1)
     for offset in ([1.0], [1.0, 2.0, 3.0]):
         with pytest.raises(ConfigError, match="offset"):
             minimize(circle, dim=2, adversaries=adversaries.tracking(5, offset), maxiter=2)

@@ -42,7 +42,7 @@ DYNAMICS = {
     "batch": Paper(batch=7, xtol=0.0),
     "adaptive": Adaptive(delta_q=0.01),
 }
-ATTACKS = {"none": (), "greedy": adversaries.greedy(3, candidates=4)}
+ATTACKS = {"none": (), "random": adversaries.random(3)}
 
 
 @pytest.mark.filterwarnings("ignore::fedcb2o.CaptureWarning")

@@ -300,7 +300,7 @@ BATCHES = {
         circle, G, 2,
         {
             "xtol": 1.0, "lambda1": 4.0, "maxiter": 100, "record_every": 1, "batch": 16, "update": "all",
-            "adversaries": [adversaries.random(4, sigma=0.5), adversaries.greedy(3, candidates=8)],
+            "adversaries": [adversaries.random(4, sigma=0.5), adversaries.tracking(3, (1.0, 0.0))],
         },
     ),
     "high dimension, cbo": (rastrigin, None, 33, {}),

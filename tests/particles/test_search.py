@@ -199,12 +199,6 @@ def test_only_nan_values_are_a_run_error():
         search.ask()
 
 
-def test_an_adversary_that_evaluates_objectives_needs_functions():
-    search = fedcb2o.Search(2, num_particles=20, adversaries=adversaries.greedy(3), finish=False)
-    with pytest.raises(ConfigError, match="an adversary requests L and G at further points"):
-        search.tell(circle(search.ask()))
-
-
 # ---- single points, workers, files ----
 
 

@@ -35,9 +35,6 @@ class View:
         theta: Benign particles [runs, n, d].
         theta_m: The adversary's own particles [runs, n_m, d].
         m: Consensus points of this step [runs, clusters, d].
-        m_if: Function of points [runs, c, d]: the consensus points [runs, c, clusters, d] if all
-            the adversary's particles were at each of these points.
-        m_without: Function: the consensus points without the adversary's particles.
         generators: Sources of randomness, one per run.
     """
 
@@ -47,8 +44,6 @@ class View:
     theta: Float[Tensor, "r n d"]
     theta_m: Float[Tensor, "r n_m d"]
     m: Float[Tensor, "r k d"]
-    m_if: Callable[[Tensor], Tensor]
-    m_without: Callable[[], Tensor]
     generators: Sequence[np.random.Generator]
 
     def to(self, where: Tensor) -> Tensor:
@@ -195,54 +190,6 @@ def gradient_flow(
     return Adversary(move, num_particles, initial, mass)
 
 
-def greedy(
-    num_particles: int,
-    *,
-    candidates: int = 32,
-    reach: float = 1.0,
-    initial: Point | None = None,
-    mass: float | None = None,
-) -> Adversary:
-    """Make particles that move the consensus point as far as possible.
-
-    All particles are at one point: the best candidate by the distance to the consensus point
-    without them (root of the sum of squares over all clusters). Candidates are the previous point,
-    random benign particles, and steps of random length from both.
-
-    Args:
-        candidates: Number of candidates, at least 2.
-        reach: Largest length of a step, approximately.
-
-    Raises:
-        ConfigError: `candidates` is below 2.
-    """
-    settings.check_count("`candidates`", candidates, least=2)
-
-    def move(view: View) -> tuple[Tensor, float]:
-        runs, n, dim = view.theta.shape
-
-        # 1. Start each candidate at the previous point or at a random benign particle.
-        chosen = np.stack([draw.integers(n, size=candidates - 1) for draw in view.generators])
-        index = torch.from_numpy(chosen).to(view.theta.device).unsqueeze(-1).expand(-1, -1, dim)
-        start = view.theta.gather(1, index)
-        previous = view.theta_m[:, :1]
-        half = (candidates - 1) // 2
-        start[:, :half] = previous
-
-        # 2. Take steps of random length, except from some of the benign particles.
-        length = reach * 10.0 ** -view.normal(candidates - 1, 1).abs()
-        length[:, half : half + half // 2] = 0.0
-        points = torch.cat([previous, start + length * view.normal(candidates - 1, dim)], 1)
-
-        # 3. Choose the candidate that moves the consensus points furthest.
-        shift = (view.m_if(points) - view.m_without().unsqueeze(1)).square().sum((-2, -1))
-        # A candidate without a consensus point is the worst choice.
-        best = shift.nan_to_num(nan=-1.0).argmax(1)
-        return view.to(points[torch.arange(runs), best].unsqueeze(1)), 0.0
-
-    return Adversary(move, num_particles, initial, mass)
-
-
 def _point(name: str, value: Point, like: Tensor) -> Float[Tensor, " d"]:
     """Convert a point to the dtype and device of the particles."""
     try:
@@ -262,5 +209,5 @@ _ARGUMENTS = {
     "initial": "Initial position, as in `Adversary`.",
     "mass": "Share w_m of the particles.",
 }
-for _adversary in (static, tracking, random, oscillating, gradient_flow, greedy):
+for _adversary in (static, tracking, random, oscillating, gradient_flow):
     share_entries(_adversary, _ARGUMENTS, "The adversary.")

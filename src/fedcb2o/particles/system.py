@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedcb2o import consensus
 from fedcb2o.errors import ConfigError
 from fedcb2o.particles.adversaries import Adversary, View
 from fedcb2o.particles.constraints import Constraints
@@ -26,7 +25,6 @@ from fedcb2o.particles.dynamics import (
     Objective,
     Values,
     consensus_point,
-    consensus_weights,
 )
 from fedcb2o.particles.functions import forbid_writes
 from fedcb2o.particles.noise import Normals
@@ -210,10 +208,17 @@ class System:
         theta = state.theta
         if state.batch is not None and not self.needs_gradient:
             theta = _gather_rows(theta, state.batch)
-        return [
-            self._request(theta, cluster, state, check_writes, cluster.gradient)
-            for cluster in self.clusters
-        ]
+        requests = []
+        for cluster in self.clusters:
+            lower = cluster.lower
+            if isinstance(lower, Constraints):
+                # Each run scales its constraints by its own first ensemble.
+                lower = lower.for_runs(state.runs)
+            objectives = (lower, cluster.upper, self.flat, cluster.gradient)
+            requests.append(
+                EvaluationRequest(theta, *objectives, self.radius, check_writes, self.own)
+            )
+        return requests
 
     def final_request(self, theta: Tensor, cluster: Cluster) -> EvaluationRequest:
         """Return a request at the end of all runs, and count its points."""
@@ -289,9 +294,8 @@ class System:
         `move_`.
         """
         # Adversaries see the ensemble before the benign particles move.
-        evaluated: list[int] = []
         moves = [
-            self._move(state, evaluation, adversary, rows, dt, evaluated)
+            self._move(state, evaluation, adversary, rows, dt)
             for adversary, rows in self.adversaries
         ]
         benign = self.benign(state.theta) if self.adversaries else state.theta
@@ -300,27 +304,11 @@ class System:
             benign.clamp_(*self.bounds)
         for (_, rows), moved in zip(self.adversaries, moves, strict=True):
             state.theta[:, rows] = moved
-        return state.advance(state.n + 1, state.excluded, sum(evaluated))
+        return state.advance(state.n + 1, state.excluded, 0)
 
     def clamp(self, m: Tensor) -> Tensor:
         """Return m inside the bounds, which rounding may have left, but no attacker."""
         return m if self._m_bounds is None else m.clamp(*self._m_bounds)
-
-    def _request(
-        self,
-        theta: Tensor,
-        cluster: Cluster,
-        state: Ensembles,
-        check_writes: bool,
-        gradient: Objective | bool = False,
-    ) -> EvaluationRequest:
-        lower = cluster.lower
-        if isinstance(lower, Constraints):
-            # Each run scales its constraints by its own first ensemble.
-            lower = lower.for_runs(state.runs)
-        return EvaluationRequest(
-            theta, lower, cluster.upper, self.flat, gradient, self.radius, check_writes, self.own
-        )
 
     def _move(
         self,
@@ -329,14 +317,9 @@ class System:
         adversary: Adversary,
         rows: slice,
         dt: float,
-        evaluated: list[int],
     ) -> Tensor:
-        """Return an adversary's particles after the step (eq:dyn_macro_m).
-
-        Each evaluation that the adversary asks for appends its number of particles to `evaluated`.
-        """
+        """Return an adversary's particles after the step (eq:dyn_macro_m)."""
         theta_m = state.theta[:, rows]
-        consensus_if = functools.partial(self._consensus_if, state, evaluation, rows, evaluated)
         view = View(
             n=state.n,
             t=state.n * dt,
@@ -344,8 +327,6 @@ class System:
             theta=self.benign(state.theta),
             theta_m=theta_m,
             m=evaluation.m,
-            m_if=consensus_if,
-            m_without=lambda: consensus_if(None)[:, 0],
             generators=state.streams.generators("adversaries"),
         )
 
@@ -383,70 +364,6 @@ class System:
             shapes = f"{[*theta_m.shape]}, they gave {[*moved.shape]}"
             raise ConfigError(f"an adversary's drift and diffusion must broadcast to {shapes}")
         return moved
-
-    def _consensus_if(
-        self,
-        state: Ensembles,
-        evaluation: Evaluation,
-        rows: slice,
-        evaluated: list[int],
-        points: Tensor | None,
-    ) -> Tensor:
-        """Return the consensus points [runs, c, clusters, d] with all of `rows` at each point.
-
-        Without points, they are [runs, 1, clusters, d], and without these particles.
-        """
-        size = rows.stop - rows.start
-        params = evaluation.params
-        n = self.num_particles
-        remaining = [row for row in range(n) if not rows.start <= row < rows.stop]
-        mass = None if self.mass is None else self.mass[remaining]
-        if mass is not None and points is not None:
-            mass = torch.cat([mass, self.mass[rows]])  # type: ignore[index]
-
-        def evaluate(theta: Tensor, cluster: Cluster) -> Values:
-            evaluated.append(theta.shape[1])
-            return self._request(theta, cluster, state, evaluation.check_writes).evaluate()
-
-        results = []
-        for cluster, values in zip(self.clusters, evaluation.values, strict=True):
-            if evaluation.batch is not None and not self.needs_gradient:
-                values = evaluate(state.theta, cluster)
-            values = values.map(lambda tensor: tensor[:, remaining].unsqueeze(1))
-            # The points of the attacker are one axis, so that many are tried in one evaluation.
-            others = state.theta[:, remaining].unsqueeze(1)
-            if values.excluded is not None:
-                # 0 times infinity is NaN, also where the weight of a particle is 0.
-                others = others.masked_fill(values.excluded.unsqueeze(-1), 0.0)
-            if points is None:
-                mu = consensus_weights(values, params, mass)
-                results.append(consensus.point(mu, others))
-                continue
-
-            at_points = evaluate(points, cluster).map(
-                lambda tensor: tensor.unsqueeze(2).expand(-1, -1, size)
-            )
-            mu = consensus_weights(_concatenate(values, at_points), params, mass)
-            # All of the attacker's particles are at one point: their weights are added once.
-            moved_mass = mu[..., -size:].sum(-1, keepdim=True)
-            results.append(consensus.point(mu[..., :-size], others) + moved_mass * points)
-        return torch.stack(results, 2)
-
-
-def _concatenate(first: Values, second: Values) -> Values:
-    """Concatenate the values of two ensembles, [runs, 1, n] and [runs, c, n_m]."""
-
-    def join(left: Tensor | None, right: Tensor | None) -> Any:
-        if left is None or right is None:
-            return None
-        return torch.cat([left.expand(-1, right.shape[1], -1), right], -1)
-
-    lower = join(first.lower, second.lower)
-    excluded = None
-    if first.excluded is not None or second.excluded is not None:
-        excluded = lower.isinf()
-    upper = join(first.upper, second.upper)
-    return Values(lower, upper, None, join(first.in_ball, second.in_ball), excluded)
 
 
 def _gather_rows(values: Tensor, rows: Tensor) -> Tensor:
