@@ -101,10 +101,10 @@ def test_attacks_with_the_same_goal_share_a_baseline():
     cells = load_grid(grid(attacks={**attacks, **others, **weaker}, defences={"One": {}})).cells()
     baseline_of = {cell.key.attack: cell.baseline for cell in cells if cell.kind == "cell"}
     assert baseline_of["Label flip"] == baseline_of["Late"] == baseline_of["Gap"]
-    assert baseline_of["ALIE"] == baseline_of["Shift"]
+    assert baseline_of["ALIE"] == baseline_of["Shift"] == baseline_of["Gap"]  # they have no goal
     assert baseline_of["Back"] == baseline_of["Weak"] != baseline_of["Small"]
     assert baseline_of["spread"] == baseline_of["rarest"]
-    assert len(set(baseline_of.values())) == 5
+    assert len(set(baseline_of.values())) == 4
     clean = {
         cell.folder.rpartition("/")[2]: cell.experiment for cell in cells if cell.kind == "clean"
     }
@@ -115,7 +115,6 @@ def test_attacks_with_the_same_goal_share_a_baseline():
     assert {experiment.agents.malicious_role for experiment in clean.values()} == {"clean"}
     assert {experiment.agents.malicious_role for experiment in removed.values()} == {"removed"}
     assert removed[baseline_of["Gap"]].settings()["attack"] == FLIP["attack"]
-    assert clean[baseline_of["ALIE"]].attack is None
     assert clean[baseline_of["Gap"]].settings()["attack"] == FLIP["attack"]
     trigger = clean[baseline_of["Back"]].settings()["attack"]
     assert (trigger["name"], trigger["size"], trigger["target"]) == ("backdoor", 3, 7)
@@ -230,7 +229,7 @@ def test_the_chosen_candidate_is_in_every_cell_of_its_defence_and_changes_no_fol
     first, second = plan.cells({"FedCB2O": 0}), plan.cells({"FedCB2O": 1})
     assert [cell.folder for cell in first] == [cell.folder for cell in second]
     alphas = [cell.experiment.algorithm.parameters.get("alpha") for cell in second]
-    assert alphas == [5.0] * 6 + [None] * 6
+    assert alphas == [5.0] * 4 + [None] * 4
     trials = plan.trials()
     assert [(t.folder, t.experiment.evaluate_on, t.experiment.seeds) for t in trials] == [
         ("tuning/fedcb2o/1/alie", "tuning", (1001,)),
@@ -687,7 +686,7 @@ def test_a_damaged_file_in_a_grid_fails_only_its_cell(reference_grid, tmp_path):
     assert "cells.json is damaged" in run_cli("report", out, "--out", tmp_path / "page").one_line()
     done = bench_here(path, "--out", out, "--resume")
     assert done.status == 1
-    assert "3 of 15 cells failed" in done.err
+    assert "3 of 11 cells failed" in done.err
     assert f"{empty / 'seed-1000' / 'summary.json'} is damaged" in done.err
     assert f"{metrics} is damaged: it does not hold what was written" in done.err
     assert f"{out / 'cells.json'} was damaged" in done.err

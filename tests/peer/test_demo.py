@@ -14,6 +14,7 @@ import torch
 from tests.peer import members
 from tests.peer.folders import line, write_node
 from tests.processes import living, needs_proc
+from tests.tiny import run_cli
 
 from fedcb2o.data import breast_cancer
 from fedcb2o.errors import RunError
@@ -198,6 +199,17 @@ def test_all_nodes_are_stopped_after_one_fails(tmp_path, monkeypatch):
         demo.run_demo(tmp_path / "demo", rounds=2)
     assert len(processes) == 8
     assert all(process.returncode is not None for process in processes)
+
+
+def test_nodes_find_modules_beside_the_experiment(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    run_cli("new", tmp_path / "lab", "--template", "peers")
+    (tmp_path / "lab" / "mine.py").rename(tmp_path / "lab" / "beside_demo.py")
+    file = tmp_path / "lab" / "mine.toml"
+    file.write_text(file.read_text().replace("mine:data", "beside_demo:data"))
+    replace_nodes(monkeypatch, "import beside_demo; raise SystemExit('found it')")
+    with pytest.raises(RunError, match="status 1: found it"):
+        demo.run_demo(tmp_path / "demo", experiment=file)
 
 
 def test_a_folder_that_is_not_empty_is_refused_unchanged(tmp_path):

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 
 import numpy as np
+import pandas as pd
 import pytest
 from tests.report.test_matrix import FLIP, MEAN, MEDIAN, NOISE, make_grid
 
@@ -159,15 +160,25 @@ def test_a_line_names_the_key_that_gives_curves(results, tmp_path, caplog):
 @pytest.mark.skipif(shutil.which("pdflatex") is None, reason="pdflatex is missing")
 @pytest.mark.parametrize("intervals", ["none", "std", "ci"])
 def test_the_tables_compile(intervals, written, tmp_path):
-    written("accuracy.tex", intervals=intervals)
+    written("accuracy.tex", intervals=intervals, baselines=True)
     names = [path.name for path in (tmp_path / "report/article").glob("*.tex")]
     assert len(names) == 4
     inputs = "".join(rf"\input{{report/article/{name}}}" for name in names)
-    document = r"\documentclass{article}\usepackage{booktabs}\begin{document}" + inputs
+    document = r"\documentclass[twocolumn]{article}\usepackage{booktabs}\begin{document}" + inputs
     (tmp_path / "all.tex").write_text(document + r"\end{document}", encoding="utf-8")
     command = ["pdflatex", "-interaction=nonstopmode", "-halt-on-error", "all.tex"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stdout
+    assert "Overfull" not in done.stdout
+
+
+def test_columns_that_do_not_fit_are_in_a_further_block():
+    # A value has 10 letters and a gap of 3: 6 + 2 * 13 = 32 fit in 43, 45 do not.
+    value = r"\textbf{95} $\pm$ 12.3"
+    table = pd.DataFrame({f"A{i}": [value] for i in range(5)}, index=["Median"])
+    blocks = _article._blocks(table, 43)
+    assert [block.shape[1] for block in blocks] == [2, 2, 1]
+    assert pd.concat(blocks, axis=1).equals(table)
 
 
 @pytest.mark.usefixtures("no_figures")

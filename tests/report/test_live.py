@@ -5,7 +5,7 @@ import threading
 
 import pytest
 from tests.report.synthetic import draw_run
-from tests.report.test_matrix import MEAN, make_grid
+from tests.report.test_matrix import FLIP, MEAN, make_grid
 
 from fedcb2o.cli.watch import make_server
 from fedcb2o.errors import RunError
@@ -33,7 +33,7 @@ def test_a_run_that_goes_on_has_curves_and_the_time_left(folder):
 
 def test_a_finished_grid_lists_all_cells_and_is_not_loaded_again(tmp_path):
     page = live_page(make_grid(tmp_path / "grid"), refresh=3)
-    assert f"{MEAN}, Attackers clean" in page
+    assert f"{MEAN}, Attackers clean ({FLIP})" in page
     assert 'http-equiv="refresh"' not in page
 
 

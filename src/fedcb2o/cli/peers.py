@@ -391,6 +391,7 @@ def check(
     from fedcb2o.peer.membership.identity import Identity
     from fedcb2o.peer.node import preflight
 
+    plugins.find_modules_beside(file)
     federation = read_federation(file, allowed_functions=own or [])
     own_identity = Identity.read(identity)
     agent_id = federation.id_of(own_identity.member)
@@ -461,6 +462,7 @@ def run(
     Example: fedcb2o peer run federation.toml --identity keys --data my_hospital:dataset
     --out runs/hospital-a
     """
+    from fedcb2o import plugins
     from fedcb2o.experiments.config.datasets import load_for_data
     from fedcb2o.peer.membership.federation import read_federation
     from fedcb2o.peer.node.agent import load_member_dataset
@@ -475,6 +477,7 @@ def run(
             "give this organisation's data by --data MODULE:FUNCTION or FILE.npz (or --simulate a "
             "preset)"
         )
+    plugins.find_modules_beside(file)
     federation = read_federation(file, allowed_functions=own or [])
     names = {id: member.name for id, member in federation.members.items()}
     dataset = None if data is None else load_member_dataset(data, federation, data_dir)

@@ -1,5 +1,6 @@
 """Tables and figures of a grid for an article: LaTeX, PDF and PNG."""
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +22,10 @@ from fedcb2o.report.grid_tables import SettingResults
 Intervals = Literal["none", "std", "ci"]
 
 _MAX_PRECISION = 6
-_WIDE_COLUMNS = 4  # more values than that in a row need both columns of a page
+# Letters of the size \small in 200 and in 400 points, as wide as a column and a page of articles.
+_COLUMN_LETTERS, _PAGE_LETTERS = 43, 86
+_GAP_LETTERS = 3  # between two columns of a table
+_PAGE_LINES = 42
 _INTERVAL_TEXTS = {
     "none": "",
     "std": " $\\pm$ standard deviation over seeds",
@@ -156,27 +160,57 @@ def _latex_table(
     has_spreads = bool(_spreads(statistics, form).notna().any())
     spread = _INTERVAL_TEXTS[form.intervals] * has_spreads
     numbers = f"mean{spread}, {seeds} seed{'s' * (seeds > 1)}"
-    environment = "table*" if len(columns) > _WIDE_COLUMNS else "table"
-    lines = [
-        rf"\begin{{{environment}}}",
-        r"\centering",
-        r"\small",
-        rf"\caption{{{head}; {numbers}. Best in bold.{note}}}",
-        rf"\label{{{label}}}",
-        rf"\begin{{tabular}}{{@{{}}l{'r' * len(columns)}@{{}}}}",
-        r"\toprule",
-        " & ".join(["Defence", *map(latex_text, columns)]) + r" \\",
-        r"\midrule",
-        *(
-            " & ".join([latex_text(str(name)), *row]) + r" \\"
-            for name, row in zip(rows.index, rows.to_numpy().tolist(), strict=True)
-        ),
-        r"\bottomrule",
-        r"\end{tabular}",
-        rf"\end{{{environment}}}",
-        "",
-    ]
+    blocks = _blocks(rows, _COLUMN_LETTERS)
+    environment = "table"
+    if len(blocks) > 1:
+        blocks = _blocks(rows, _PAGE_LETTERS)
+        environment = "table*"
+    count = max(1, _PAGE_LINES // (len(rows) + 1))  # blocks in one table
+    lines = []
+    for first in range(0, len(blocks), count):
+        part = blocks[first : first + count]
+        caption = f"{head}; {numbers}. Best in bold.{note}"
+        lines += [
+            rf"\begin{{{environment}}}",
+            r"\centering",
+            r"\small",
+            rf"\caption{{{f'{head}, continued.' if first else caption}}}",
+            rf"\label{{{label}{f'-{first // count + 1}' if first else ''}}}",
+            rf"\begin{{tabular}}{{@{{}}l{'r' * max(block.shape[1] for block in part)}@{{}}}}",
+            r"\toprule",
+            "\n\\midrule\n".join(map(_block_lines, part)),
+            r"\bottomrule",
+            r"\end{tabular}",
+            rf"\end{{{environment}}}",
+            "",
+        ]
     return "\n".join(lines)
+
+
+def _blocks(rows: pd.DataFrame, letters: int) -> list[pd.DataFrame]:
+    """Divide the columns into blocks, one below the other, of at most `letters` in a line."""
+    names = max(len(str(name)) for name in rows.index)
+    parts: list[list[Any]] = []
+    width = letters
+    for column in rows:
+        texts = [str(column), *(re.sub(r"\\[a-z]+", "x", text) for text in rows[column])]
+        needed = _GAP_LETTERS + max(len(re.sub(r"[${}^]", "", text)) for text in texts)
+        if width + needed > letters:
+            parts.append([])
+            width = names
+        parts[-1].append(column)
+        width += needed
+    return [rows[part] for part in parts]
+
+
+def _block_lines(rows: pd.DataFrame) -> str:
+    """Return the lines of some columns of a table, below their names."""
+    head = " & ".join(["Defence", *map(latex_text, rows)])
+    body = (
+        " & ".join([latex_text(str(name)), *row])
+        for name, row in zip(rows.index, rows.to_numpy().tolist(), strict=True)
+    )
+    return "\n".join([rf"{head} \\", r"\midrule", *(rf"{line} \\" for line in body)])
 
 
 def _cells(

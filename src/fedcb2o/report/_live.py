@@ -97,11 +97,20 @@ def _grid_cells(folder: Path) -> tuple[str, list[_Cell]]:
     lines: Sequence[Mapping[str, Any]] = ()
     if (folder / "cells.json").is_file():
         lines = read_cells(folder / "cells.json")
+    # Baselines of one defence differ in the goal, which their attacks have.
+    attacks = {
+        (line["setting"], line["defence"], line["floor"]): line["attack"]
+        for line in reversed(lines)
+        if line["floor"]
+    }
     cells = []
     for line in lines:
         own = table.get("defences", {}).get(line["defence"], {})
         seeds = own.get("seeds", table.get("seeds", ()))
-        column = line["attack"] or BASELINES.get(line["kind"], line["kind"])
+        column = line["attack"]
+        if not column:
+            place = (line["setting"], line["defence"], line["folder"].rpartition("/")[2])
+            column = f"{BASELINES.get(line['kind'], line['kind'])} ({attacks.get(place, '')})"
         title = ", ".join(filter(None, [line["setting"], line["defence"], column]))
         cell = _Cell(title, str(line["defence"]), int(line["rounds"]), [], [])
         cell.seconds = line["seconds"]

@@ -28,7 +28,6 @@ class Page:
     # Headings, for the contents.
     sections: list[Section] = field(default_factory=list)
     paths: list[Path] = field(default_factory=list)
-    _legends: set[str] = field(default_factory=set)
 
     def write_file(self, name: str, content: str | bytes) -> None:
         """Write a file into the folder of the page, and make missing folders."""
@@ -140,16 +139,10 @@ class Page:
             draw_panels(panels, function, with_legend=False) for function in panels.draw_functions
         ]
         # One legend for all panels: on a narrow page each panel is in a row of its own.
-        self._show_legend(draw_panels(panels), slug(title))
+        legend = draw_legend(draw_panels(panels))
+        if legend is not None:
+            self.show_figures([legend], f"{slug(title)}-legend")
         self.show_figures(figures, slug(title), caption=caption)
-
-    def _show_legend(self, figure: Figure, name: str) -> None:
-        """Add the legend of a figure, unless the page has an equal one."""
-        legend = draw_legend(figure)
-        if legend is None or legend.get_label() in self._legends:
-            return
-        self._legends.add(str(legend.get_label()))
-        self.show_figures([legend], f"{name}-legend")
 
     def write_page(self, name: str, title: str) -> None:
         """Write the page itself."""

@@ -50,7 +50,7 @@ PALETTE = (
 LINE_STYLES: tuple[Any, ...] = ("-", (0, (5, 1.5)), (0, (1.2, 1.2)), (0, (5, 1.5, 1.2, 1.5)))
 MARKERS = "osD^vPX*<"
 _GOLDEN_RATIO = 0.6180339887
-_LEGEND_WIDTH = 7.8  # inches
+_LEGEND_WIDTH = 5.4  # inches, the width of a phone at the size of the text
 
 
 @dataclass(frozen=True)

@@ -178,33 +178,57 @@ class Grid(Section):
         """Return every cell and, before the first that needs them, its baselines.
 
         Cells share baselines where they differ only in the attack, and the attacks have equal
-        goals. No folder depends on the strength, and that of a baseline not on the candidate.
+        goals, or one has none. No folder depends on the strength, and that of a baseline not on the
+        candidate.
         """
         found: dict[str, Cell] = {}
-        for setting, defence, attack in product(self.settings or [""], self.defences, self.attacks):
-            key = CellKey(setting, defence, attack)
-            candidate = (candidates or {}).get(defence)
-            strength = (strengths or {}).get(self.strength_key(key))
-            experiment = self.experiment(setting, defence, attack, candidate, strength)
-            baseline = None
-            if experiment.attacked:
-                # No candidate or strength changes the baselines' folders.
-                plain = self.experiment(setting, defence, attack)
-                baseline = _digest(self._load(baseline_table(plain, "clean")))
-                for cell in self._baselines(key, experiment, baseline):
-                    found.setdefault(cell.folder, cell)
-            folder = "/".join(["cells", *key.slugs])
-            found[folder] = Cell("cell", key, folder, experiment, baseline)
+        for setting, defence in product(self.settings or [""], self.defences):
+            baselines = self._clean_baselines(setting, defence)
+            for attack in self.attacks:
+                key = CellKey(setting, defence, attack)
+                candidate = (candidates or {}).get(defence)
+                strength = (strengths or {}).get(self.strength_key(key))
+                experiment = self.experiment(setting, defence, attack, candidate, strength)
+                name = None
+                if experiment.attacked:
+                    name = _digest(self._load(baselines[attack]))
+                    goal = baselines[attack].get("attack")
+                    for cell in self._baselines(key, experiment, goal, name):
+                        found.setdefault(cell.folder, cell)
+                folder = "/".join(["cells", *key.slugs])
+                found[folder] = Cell("cell", key, folder, experiment, name)
         return list(found.values())
 
-    def _baselines(self, key: "CellKey", experiment: Experiment, name: str) -> list["Cell"]:
-        """Return the baselines of a cell."""
+    def _clean_baselines(self, setting: str, defence: str) -> dict[str, Changes]:
+        """Return the clean baseline of each attack, without candidates and strengths.
+
+        An attack without a goal has the baseline of one with a goal: the training is the same.
+        """
+        tables = {}
+        for attack in self.attacks:
+            experiment = self.experiment(setting, defence, attack)
+            if experiment.attacked:
+                tables[attack] = baseline_table(experiment, "clean")
+        for attack, table in tables.items():
+            if "attack" not in table:
+                alike = (
+                    other
+                    for other in tables.values()
+                    if other == {**table, "attack": other.get("attack")}
+                )
+                tables[attack] = next(alike, table)
+        return tables
+
+    def _baselines(
+        self, key: "CellKey", experiment: Experiment, goal: Changes | None, name: str
+    ) -> list["Cell"]:
+        """Return the baselines of a cell, which measure the success of a goal."""
         cells = []
         for role in self.baselines:
             below = CellKey(key.setting, key.defence, None, baseline_of=f"{key.attack}, {role}")
             folder = "/".join([role, *below.slugs[:-1], name])
-            baseline = _with_name(self._load(baseline_table(experiment, role)), below)
-            cells.append(Cell(role, below, folder, baseline))
+            table = baseline_table(experiment, role) | ({"attack": goal} if goal else {})
+            cells.append(Cell(role, below, folder, _with_name(self._load(table), below)))
         return cells
 
     def trials(self) -> list["Cell"]:

@@ -191,8 +191,9 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
             stdin=subprocess.PIPE,
             stdout=log,
             stderr=log,
-            # Eight processes with all processors each would be slower.
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            # Eight processes with all processors each would be slower. They read a copy of the
+            # experiment's file, and its modules are beside the original.
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             # Ctrl-C reaches this process alone, which ends the others in order.
             start_new_session=True,
         )
