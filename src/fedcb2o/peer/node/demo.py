@@ -192,7 +192,7 @@ def _start_agent(agent: DemoAgent, federation: Path, out: Path) -> "subprocess.P
             stdout=log,
             stderr=log,
             # Eight processes with all processors each would be slower. They read a copy of the
-            # experiment's file, and its modules are beside the original.
+            # experiment's file, and its modules are in the folder of the original.
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)},
             # Ctrl-C reaches this process alone, which ends the others in order.
             start_new_session=True,
