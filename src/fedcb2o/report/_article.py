@@ -205,7 +205,7 @@ def _blocks(rows: pd.DataFrame, letters: int) -> list[pd.DataFrame]:
 
 def _block_lines(rows: pd.DataFrame) -> str:
     """Return the lines of some columns of a table, below their names."""
-    head = " & ".join(["Defence", *map(latex_text, rows)])
+    head = " & ".join(["Defence", *map(latex_text, map(str, rows))])
     body = (
         " & ".join([latex_text(str(name)), *row])
         for name, row in zip(rows.index, rows.to_numpy().tolist(), strict=True)
