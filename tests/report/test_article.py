@@ -20,12 +20,12 @@ from fedcb2o.report import (
     SettingResults,
     _article,
     create_page,
+    draw_panels,
     read_grid,
     report_grid,
 )
 from fedcb2o.report._article import write_article
 from fedcb2o.report._figures import attack_panels
-from fedcb2o.report._panels import draw_panels
 
 
 def rows(text):

@@ -202,6 +202,7 @@ def laplace_bound(mixture: Mixture, setting: Setting, constants: Constants) -> L
     near = (setting.u + G_r + constants.max_rise(setting.r_G)) ** constants.nu_G / constants.eta_G
     hypotheses = _hypotheses(terms.q, setting, constants, constants.upper_cap(attack=False))
     parts = (fade * terms.benign, odds * fade * terms.inside, odds * terms.outside)
+    # Without mass near the target the bound says nothing, and must not be 0 / 0.
     shares = [part / mass if mass else math.inf for part in parts]
     if not odds:
         shares[1:] = [0.0, 0.0]
@@ -240,6 +241,7 @@ def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Int
     n = len(mixture.theta)
     parts = [part for part in (mixture.theta, mixture.theta_m) if part is not None]
     models = torch.cat(parts)
+    # Equal shares within an ensemble, whatever the sizes of the two.
     share = (1 - mixture.w_m) / n
     mass = torch.full((len(models),), share, dtype=torch.float64, device=models.device)
     mass[n:] = mixture.w_m / max(1, len(models) - n)
@@ -262,6 +264,7 @@ def _integrals(mixture: Mixture, setting: Setting, constants: Constants) -> _Int
     within = far_m <= constants.R_K_G
     exponent = setting.alpha * (_G_r(setting, constants) - constants.K_G * far_m**constants.k_G)
     faded = far_m * torch.exp(exponent)
+    # The factor counts outside of the ball only, as in eq:mali_bound_outside_ball.
     ends = (counted[n:].where(within, 0.0), faded.where(kept[n:] & ~within, 0.0))
     return _Integrals(
         float(distance(m, mixture.target)),
@@ -278,6 +281,7 @@ def _hypotheses(q: float, setting: Setting, constants: Constants, cap: float) ->
     """
     s = setting
     k = constants
+    # Each hypothesis has the name of the parameter that a user would change.
     lower_cap = k.lower_cap(s.r_G)
     return {
         "r_G": s.r_G <= min(k.R_G, k.R_H_G, k.R_K_G, (cap / (2 * k.H_G)) ** (1 / k.h_G)),
