@@ -636,6 +636,8 @@ def test_a_folder_with_runs_needs_resume_and_the_same_grid(reference_grid, tmp_p
     path, folder = reference_grid
     text = "already holds runs of this grid: --resume continues it"
     assert text in run_cli("bench", path, "--out", folder).one_line()
+    with pytest.raises(RunError, match="resume=True continues it, or choose another `out`"):
+        fedcb2o.bench(path, out=folder)
     other = tmp_path / "other.toml"
     changes = {
         "FedCB2O, Label flip: `attack.source` is 9 there and 8 here": {

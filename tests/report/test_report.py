@@ -248,6 +248,8 @@ def test_a_report_into_a_file_is_refused(runs, tmp_path):
     message = r"cannot make the folder .*file: |cannot make the folder .*File exists"
     with pytest.raises(RunError, match=message):
         report(runs, tmp_path / "file")
+    with pytest.raises(RunError, match=r"name another with `out`$"):
+        report(runs, tmp_path / "file")
 
 
 @pytest.mark.usefixtures("no_figures")

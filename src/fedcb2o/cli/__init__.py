@@ -24,6 +24,7 @@ from fedcb2o.cli.watch import watch
 from fedcb2o.errors import FedCB2OError
 from fedcb2o.parallel import _resources
 from fedcb2o.printable import format_traceback, one_line
+from fedcb2o.python_words import command_words
 from fedcb2o.safe_stdio import safe_streams, write_error
 
 _INTERRUPT_STATUS = 130  # typer's result of Ctrl-C
@@ -115,6 +116,7 @@ def _root(
 
 
 @safe_streams()
+@command_words()
 @stderr_logging()
 def main() -> None:
     """Run the command line.

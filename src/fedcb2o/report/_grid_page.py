@@ -11,6 +11,7 @@ import tomli_w
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import RunError
+from fedcb2o.python_words import python_words
 from fedcb2o.records import STANDARD_METRICS, flatten, read_json_with_checksum, slug
 from fedcb2o.report._article import ArticleForm, missing_curves_note, write_article
 from fedcb2o.report._explorer import explorer_page
@@ -47,6 +48,7 @@ _CONDITIONS = (
 )
 
 
+@python_words()
 def report_grid(
     results: GridResults | Sequence[GridResults], out: Path | str, form: ArticleForm | None = None
 ) -> list[Path]:

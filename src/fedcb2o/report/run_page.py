@@ -9,6 +9,7 @@ import pandas as pd
 from matplotlib.figure import Figure
 
 from fedcb2o.errors import FedCB2OError, RunError
+from fedcb2o.python_words import python_words
 from fedcb2o.records import STANDARD_METRICS, Run, last_round, slug
 from fedcb2o.report._agent_figures import sample_images, weight_matrix
 from fedcb2o.report._figures import curve_panels, learning_curves, peer_panels, source_count_panels
@@ -100,6 +101,7 @@ _WEIGHT_MATRIX_CAPTION = (
 )
 
 
+@python_words()
 def report(
     runs: Sequence[Run], out: Path | str, *, membership: bool = False, data_dir: Any = None
 ) -> list[Path]:

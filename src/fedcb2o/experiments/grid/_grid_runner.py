@@ -41,6 +41,7 @@ from fedcb2o.experiments.runs._runner import run_loaded
 from fedcb2o.kernels import devices
 from fedcb2o.parallel import _resources
 from fedcb2o.parallel._process_pool import current_pool
+from fedcb2o.python_words import python_words
 from fedcb2o.records import DamagedError
 from fedcb2o.safe_stdio import safe_streams
 
@@ -67,6 +68,7 @@ class GridResult:
 
 
 @safe_streams()
+@python_words()
 def bench(
     grid: str | Path | Mapping[str, Any],
     *,

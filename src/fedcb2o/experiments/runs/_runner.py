@@ -22,7 +22,6 @@ from fedcb2o.experiments.runs._cluster_backend import (
 from fedcb2o.experiments.runs._local_backend import LocalBackend
 from fedcb2o.experiments.runs._memory_plan import clip_workers, parse_size
 from fedcb2o.experiments.runs._progress import Progress, RoundCallback
-from fedcb2o.experiments.runs._python_words import python_words
 from fedcb2o.experiments.runs._recovery import has_ended
 from fedcb2o.experiments.runs._run_directory import describe_all_differences, open_run
 from fedcb2o.experiments.runs._seed_run import (
@@ -33,6 +32,7 @@ from fedcb2o.experiments.runs._seed_run import (
 )
 from fedcb2o.federated.shortfall import beta_note
 from fedcb2o.kernels import devices
+from fedcb2o.python_words import python_words
 from fedcb2o.records import Run
 from fedcb2o.safe_stdio import safe_streams
 

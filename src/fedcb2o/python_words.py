@@ -7,9 +7,11 @@
 import contextlib
 import re
 from collections.abc import Iterator
+from contextvars import ContextVar
 
 from fedcb2o.errors import FedCB2OError
 
+_IS_COMMAND = ContextVar("is_command", default=False)
 _TRANSLATIONS = (
     (r"--set (\w[\w.]*)=(\w+)", r"`\1` = \2"),
     (r"--(workers|jobs) (\d+)", r"\1=\2"),
@@ -20,7 +22,7 @@ _TRANSLATIONS = (
 
 
 def translate(text: str) -> str:
-    """Return a message with arguments of `run` in place of options, except within commands."""
+    """Return a message with arguments in place of options, except within commands."""
     parts = text.split("`")
     for i in range(0, len(parts), 2):  # the others are between backticks
         for pattern, words in _TRANSLATIONS:
@@ -34,5 +36,16 @@ def python_words() -> Iterator[None]:
     try:
         yield
     except FedCB2OError as error:
-        error.args = (translate(str(error)), *error.args[1:])
+        if not _IS_COMMAND.get():
+            error.args = (translate(str(error)), *error.args[1:])
         raise
+
+
+@contextlib.contextmanager
+def command_words() -> Iterator[None]:
+    """Keep options of the command line in the errors of functions within the block."""
+    token = _IS_COMMAND.set(True)
+    try:
+        yield
+    finally:
+        _IS_COMMAND.reset(token)
