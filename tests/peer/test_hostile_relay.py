@@ -266,7 +266,7 @@ def test_empty_messages_fill_a_box(three, relay):
     first.take(BOX, 0.0)
     for _ in range(128):
         second.put(BOX, b"", 60.0)
-    with pytest.raises((BlockingIOError, TimeoutError)):  # the latter on a busy machine
+    with pytest.raises(OSError, match=r"."):  # full, or too late on a busy machine
         second.put(BOX, b"", 0.04)
     third.put(BOX, b"third", 60.0)
     assert len(first.take(BOX, 1.0)) == 129

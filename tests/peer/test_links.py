@@ -23,6 +23,7 @@ from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.wire import dialer, listener
 from fedcb2o.peer.wire import pace as pace_module
 from fedcb2o.peer.wire import tls as tls_module
+from fedcb2o.peer.wire.http_requests import RequestParser
 from fedcb2o.peer.wire.protocol import Answer, AnswerStatus
 from fedcb2o.peer.wire.transport import Https
 
@@ -413,8 +414,9 @@ def test_a_peer_that_resets_the_connection_leaves_no_socket_open(monkeypatch):
     monkeypatch.setattr(ssl.SSLSocket, "recv", reset)
     with socket.create_server(("127.0.0.1", 0)) as server:
         connection = socket.create_connection(server.getsockname())
+        one = listener._Connection(connection, "127.0.0.1", RequestParser(0))
         with pytest.raises(ConnectionResetError):
-            listener.start_tls(connection, ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
+            one.advance_handshake(ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER))
     (descriptor,) = set(descriptors)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(descriptor)

@@ -164,7 +164,7 @@ class PeerClient:
         return bool(self._audited)
 
     def ask_in_background(self, peer: int, awaited: set[int], ask: Callable[[], object]) -> None:
-        """Ask a member in a thread of its own, unless its answer to such a question is awaited."""
+        """Ask a member in a thread of the pool, unless its answer to such a question is awaited."""
         with self.lock:
             if peer in awaited:
                 return
@@ -180,7 +180,7 @@ class PeerClient:
                 with self.lock:
                     awaited.discard(peer)
 
-        threading.Thread(target=run, name="fedcb2o-background", daemon=True).start()
+        self.pool.submit(run)
 
     def compare_digests(self, n: int, peer: int, seconds: float = _AUDIT_SECONDS) -> None:
         """Compare a member's digests of manifests with this agent's, and keep its manifest.

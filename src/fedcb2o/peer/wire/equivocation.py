@@ -19,7 +19,7 @@ import json
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -236,9 +236,13 @@ class Ledger:
     def digests(self) -> list[ManifestDigest]:
         """Return at most 64 digests for other agents to compare."""
         with self._lock:
-            proven = list(self._proven())[: MAX_DIGESTS // 2]
+            proven = [
+                (one.agent, one.round, decode_manifest(signed)[0].digest)
+                for one in reversed(self._proofs.values())
+                for signed in one.manifests
+            ]
             newest = [one for one in reversed(self._recent) if one[0] not in self._proofs]
-        return [*proven, *newest][:MAX_DIGESTS]
+        return [*proven[: MAX_DIGESTS // 2], *newest][:MAX_DIGESTS]
 
     def find_conflicts(self, digests: Iterable[ManifestDigest]) -> list[ManifestDigest]:
         """Find digests that differ from recorded manifests, or from each other."""
@@ -289,11 +293,6 @@ class Ledger:
             while self._unwritten:
                 self._unwritten[-1].write(self._folder)
                 self._unwritten.pop()
-
-    def _proven(self) -> Iterator[ManifestDigest]:
-        for proof in reversed(self._proofs.values()):
-            for signed in proof.manifests:
-                yield proof.agent, proof.round, decode_manifest(signed)[0].digest
 
 
 class SigningJournal:

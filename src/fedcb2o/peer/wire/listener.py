@@ -129,12 +129,23 @@ class _Connection:
     def __post_init__(self) -> None:
         self.sock.setblocking(False)
         self.descriptor = self.sock.fileno()
+        with suppress(OSError):
+            # A small answer must not wait for the acknowledgement of the one before it.
+            self.sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def advance_handshake(self, context: ssl.SSLContext) -> ssl.SSLSocket | None:
         """Continue the handshake with the bytes that have arrived; return the end of TLS."""
         # Before its first bytes a connection costs no memory of OpenSSL.
         if not isinstance(self.sock, ssl.SSLSocket):
-            self.sock = start_tls(self.sock, context)
+            # A connection that has ended fails here, before OpenSSL sees it.
+            self.sock.getpeername()
+            try:
+                self.sock = context.wrap_socket(
+                    self.sock, server_side=True, do_handshake_on_connect=False
+                )
+            except OSError as error:
+                close_wrapped(error)
+                raise
         try:
             self.sock.do_handshake()
         except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
@@ -178,20 +189,6 @@ class _Connection:
         with suppress(OSError):
             self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self.sock.close()
-
-
-def start_tls(connection: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
-    """Return the TLS end of an accepted connection, without waiting for its handshake."""
-    with suppress(OSError):
-        # A small answer must not wait for the acknowledgement of the one before it.
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    try:
-        # A connection that has ended fails here, before OpenSSL sees it.
-        connection.getpeername()
-        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False)
-    except OSError as error:
-        close_wrapped(error)
-        raise
 
 
 @dataclass(eq=False)

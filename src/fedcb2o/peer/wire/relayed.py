@@ -422,17 +422,15 @@ def open_transport(
                 f"{identity.member.name} has no endpoint, so that no other member can reach it: "
                 "give --relay, a folder or the member file of a relay"
             )
-    mailbox = None if relay is None else _open_mailbox(Path(relay), federation, identity)
+    if relay is None:
+        return Https(federation, identity, listen=listen)
+    place, name = Path(relay), identity.member.name
+    mailbox: Mailbox
+    if place.is_dir():
+        names = (member.name for member in federation.members.values())
+        mailbox = FolderMailbox(place, names, owner=name)
+    else:
+        mailbox = RelayMailbox(Member.read(place), identity)
     direct = Https(federation, identity, listen=listen)
-    if mailbox is None:
-        return direct
     relayed = Relayed(federation, identity, mailbox, is_checking=is_checking, on_removal=on_removal)
     return Mixed(direct, relayed)
-
-
-def _open_mailbox(place: Path, federation: Federation, identity: Identity) -> Mailbox:
-    """Open a folder, or the relay of a member file."""
-    if not place.is_dir():
-        return RelayMailbox(Member.read(place), identity)
-    members = (member.name for member in federation.members.values())
-    return FolderMailbox(place, members, owner=identity.member.name)
