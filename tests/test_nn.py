@@ -289,3 +289,15 @@ def test_initial_values_depend_on_the_stream_alone():
     other = parameters.initialise(lambda: architectures.mlp([8], 3), stream(8, "model"))
     assert parameters.flatten(first).equal(parameters.flatten(second))
     assert not parameters.flatten(first).equal(parameters.flatten(other))
+
+
+@pytest.mark.parametrize("dim", [16, 17, parameters.MIN_FOREACH_SIZE])
+@pytest.mark.parametrize("to", [[3, 4, 5], [5, 3, 4]])
+@pytest.mark.parametrize("rows", [[0, 1, 2], [2, 0, 1]])
+def test_rows_are_copied_within_a_buffer_with_and_without_gaps(dim, to, rows):
+    models = empty_models(6, dim)
+    models.copy_(torch.arange(6 * dim).view(6, dim))
+    before = models.clone()
+    parameters.copy_rows_(models, to, rows)
+    assert models[to].equal(before[rows])
+    assert models[:3].equal(before[:3])

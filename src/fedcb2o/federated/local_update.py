@@ -52,6 +52,7 @@ from fedcb2o.nn.mixed_precision import autocast_positions, has_triton
 from fedcb2o.nn.parameters import (
     bind_,
     contiguous_leaves,
+    copy_rows_,
     gather_rows,
     is_bound,
     is_contiguous_range,
@@ -82,8 +83,7 @@ def train_(group: AgentGroup, members: Indices, n: int) -> TrainResult:
 
     # 1. Keep the models before the round where a rule or a guard reads them.
     if layout.previous is not None:
-        kept = torch.from_numpy(layout.previous[members]).to(models.device)
-        models.index_copy_(0, kept, gather_rows(models, rows))
+        copy_rows_(models, layout.previous[members].tolist(), rows)
 
     # 2. Train.
     before = None

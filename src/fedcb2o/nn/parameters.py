@@ -264,6 +264,21 @@ def is_contiguous_range(rows: Sequence[int]) -> bool:
     return list(rows) == list(range(rows[0], rows[0] + len(rows)))
 
 
+def copy_rows_(models: Float[Tensor, "p d"], to: Sequence[int], rows: Sequence[int]) -> None:
+    """Copy rows of models to other rows of the same tensor."""
+    if not to:
+        return
+    # PyTorch refuses an indexed copy from a view of the same buffer where the buffer has no gaps,
+    # as where d fills whole cache lines.
+    if is_contiguous_range(to):
+        models[to[0] : to[0] + len(to)].copy_(gather_rows(models, rows))
+    elif models.shape[1] < MIN_FOREACH_SIZE:
+        places, sources = (torch.tensor(list(own), device=models.device) for own in (to, rows))
+        models.index_copy_(0, places, models.index_select(0, sources))
+    else:
+        torch._foreach_copy_([models[k] for k in to], [models[k] for k in rows])
+
+
 def gather_rows(models: Float[Tensor, "p d"], rows: Sequence[int]) -> Float[Tensor, "m d"]:
     """Return rows of models: a view of consecutive rows, otherwise an aligned copy."""
     if not rows:
