@@ -21,6 +21,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlencode
 
 import numpy as np
@@ -35,9 +36,8 @@ from paper.trial import trial_table
 from paper.weak_places import weak_places_table
 from PIL import Image
 
-from fedcb2o.records import slug
+from fedcb2o.records import read_json_with_checksum, slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
-from fedcb2o.report._attack_strengths import read_choices
 from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._regret import worst_regret
 from fedcb2o.report._statistics import (
@@ -492,9 +492,20 @@ def keep_rows(folder: Path) -> None:
 
     strengths = kept.folder / "strengths.json"
     if strengths.is_file():
-        old, choices = (read_choices(results) for results in (kept, new))
+        old, choices = (_read_strengths(results) for results in (kept, new))
         choices = [choice for choice in old if choice["defence"] not in new.defences] + choices
         strengths.write_text(json.dumps({"choices": choices}, indent=1) + "\n", encoding="utf-8")
+
+
+def _read_strengths(results: GridResults) -> list[dict[str, Any]]:
+    """Return the choices in strengths.json for the attacks and defences of a grid."""
+    path = results.folder / "strengths.json"
+    choices = read_json_with_checksum(path)["choices"] if path.is_file() else []
+    return [
+        choice
+        for choice in choices
+        if choice["defence"] in results.defences and choice["attack"] in results.attacks
+    ]
 
 
 def _write_summary(folder: Path, results: GridResults) -> None:
