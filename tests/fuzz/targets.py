@@ -9,6 +9,7 @@ by the target, because a random signature never passes.
 import atexit
 import functools
 import gzip
+import hashlib
 import io
 import json
 import os
@@ -49,7 +50,7 @@ from fedcb2o.peer.report.peer_records import PeerRecords
 from fedcb2o.peer.wire import mailbox as mailbox_module
 from fedcb2o.peer.wire import protocol, sealing
 from fedcb2o.peer.wire import relay as relay_module
-from fedcb2o.peer.wire.compression import Int8Codec, RawCodec
+from fedcb2o.peer.wire.compression import Int8Codec, RawCodec, TopKCodec
 from fedcb2o.peer.wire.equivocation import Ledger, Proof, SigningJournal, verify_proof
 from fedcb2o.peer.wire.http_requests import HttpRequest, RefusedError, RequestParser
 from fedcb2o.peer.wire.probe import ProbeResult
@@ -475,6 +476,14 @@ def model(data: bytes) -> None:
     for content in (data, compressor.compress(plain)):
         if not codec.decode_(content, into):
             assert into.isfinite().all()
+    follower = TopKCodec(origin)
+    manifest = _manifest(data, base=hashlib.sha256(data[: 4 * _DIM]).digest())
+    for count in (1, 3):
+        message = data[: count * follower.max_bytes].ljust(count * follower.max_bytes, b"\1")
+        assert follower.follow_(1, manifest, message, into) in ("content", "hash")
+        assert 1 not in follower._held
+    if len(data) == 4 * _DIM:
+        assert follower.follow_(1, manifest, data, into) == ""
     RawCodec(len(data) // 4 + 1).decode_(data, torch.zeros(len(data) // 4 + 1))
     raw = torch.zeros(len(data) // 4)
     assert RawCodec(len(raw)).decode_(data, raw) == "" or len(data) % 4
@@ -487,7 +496,9 @@ def model_seeds() -> list[bytes]:
     frame = codec.encode(torch.linspace(1, -1, _DIM))
     bomb = zstandard.ZstdCompressor(level=19).compress(bytes(2**26))
     plain = zstandard.ZstdDecompressor().decompress(frame)
-    return [frame, plain, bomb[:64], bomb, b"\x50\x2a\x4d\x18\4\0\0\0abcd"]
+    top_k = TopKCodec(torch.linspace(-1, 1, _DIM)).encode(torch.linspace(1, -1, _DIM))
+    frames = [frame, plain, bomb[:64], bomb, b"\x50\x2a\x4d\x18\4\0\0\0abcd"]
+    return [*frames, top_k[: 3 * codec.max_bytes], top_k[-4 * _DIM :]]
 
 
 def proof(data: bytes) -> None:

@@ -1,4 +1,7 @@
-"""Codecs: raw models are exact, int8 models accurate to a step, hostile bytes refused."""
+"""Codecs: raw models are exact, int8 models accurate to a step, hostile bytes refused.
+
+Top-k differences are those of `tests/federated/test_top_k.py`; here are their bytes and receivers.
+"""
 
 import hashlib
 import struct
@@ -21,7 +24,9 @@ from fedcb2o.peer.wire.compression import (
     Codec,
     Int8Codec,
     RawCodec,
+    TopKCodec,
 )
+from fedcb2o.peer.wire.protocol import Manifest
 
 DIM = 3 * BLOCK_SIZE + 5  # the last block is not full
 
@@ -411,3 +416,151 @@ def test_arbitrary_bytes_are_refused(content):
     assert refusal_reason(Int8Codec(random_model(0)), content)
     assert refusal_reason(Int8Codec(random_model(0)), frame(content))
     assert refusal_reason(RawCodec(DIM), content)
+
+
+# Top-k differences
+
+
+class Follower:
+    """Receiver of one sender's models, by the ranges of bytes that it asks for."""
+
+    def __init__(self, sender: TopKCodec, origin: Tensor) -> None:
+        self.sender, self.codec, self.content = sender, TopKCodec(origin), b""
+        self.dim = len(origin)
+
+    def manifest(self, n: int) -> Manifest:
+        content = self.content[: self.sender.max_bytes]
+        return Manifest.from_content(
+            content, run=bytes(32), agent=1, round=n, dim=self.dim, num_samples=1, encoding=2,
+            base=self.sender.base,
+        )  # fmt: skip
+
+    def receive(self, n: int) -> tuple[Tensor, list[int]]:
+        """Return the model and the sizes of the downloads that it took."""
+        into, sizes = torch.full((self.dim,), torch.nan), []
+        for part in self.codec.ranges(1, n):
+            sizes.append(len(part))
+            content = self.content[part.start : part.stop]
+            assert len(content) == len(part)
+            if not self.codec.follow_(1, self.manifest(n), content, into):
+                return into, sizes
+        raise AssertionError("nothing fits")
+
+
+def sender_and_follower(dim: int = DIM) -> tuple[TopKCodec, Follower]:
+    origin = random_model(0, dim)
+    sender = TopKCodec(origin)
+    return sender, Follower(sender, origin)
+
+
+def test_top_k_bytes_of_a_small_model_by_hand():
+    """Index 16 with code 0, of the positive difference 2, then index 17 with code 3, of -4."""
+    codec, theta = TopKCodec(torch.zeros(18)), torch.zeros(18)
+    theta[16], theta[17] = 2.0, -4.0
+    content = codec.encode(theta, 0)
+    bits = f"{16:012b}00{17:012b}11".ljust(32, "0")
+    expected = struct.pack("<2f", 2.0, 4.0) + int(bits, 2).to_bytes(4)
+    assert content[: codec.max_bytes] == expected
+    assert content[codec.max_bytes : 32 * codec.max_bytes] == bytes(31 * len(expected))
+    assert content[32 * codec.max_bytes :] == theta.numpy().tobytes()
+    assert codec.base == hashlib.sha256(theta.numpy().tobytes()).digest()
+
+
+def test_a_receiver_needs_the_differences_since_its_last_model():
+    sender, follower = sender_and_follower()
+    size = sender.max_bytes
+    theta = random_model(1)
+    expected = []
+    for n, is_asked in enumerate([True, True, False, False, True]):
+        theta = theta + random_model(n + 2, size=0.1)
+        follower.content = sender.encode(theta, n)
+        if is_asked:
+            model, sizes = follower.receive(n)
+            assert torch.equal(model, sender.state()["sent"])
+            expected.append(sizes)
+    assert expected == [[size], [size], [3 * size]]
+    assert follower.receive(4)[1] == [0]
+
+
+def test_a_receiver_that_is_far_behind_or_meets_a_restart_needs_the_whole_model():
+    sender, follower = sender_and_follower()
+    for n in range(40):
+        follower.content = sender.encode(random_model(n), n)
+    model, sizes = follower.receive(39)
+    assert sizes == [4 * DIM]
+    assert torch.equal(model, sender.state()["sent"])
+
+    # A sender that restarts has its published model, and not the differences before.
+    restarted = TopKCodec(random_model(0))
+    restarted.load_state(sender.state())
+    follower.sender = restarted
+    restarted.encode(random_model(40), 40)
+    follower.content = restarted.encode(random_model(41), 41)
+    assert follower.receive(41)[1] == [2 * sender.max_bytes]
+    restarted.load_state(restarted.state())
+    other = TopKCodec(random_model(0))
+    other.load_state(restarted.state())
+    other.encode(random_model(42), 42)  # a third one knows nothing of round 42
+    third = TopKCodec(random_model(0))
+    third.load_state(other.state())
+    follower.sender = third
+    follower.content = third.encode(random_model(43), 43)
+    model, sizes = follower.receive(43)
+    assert sizes == [2 * sender.max_bytes, 4 * DIM]
+    assert torch.equal(model, third.state()["sent"])
+
+
+def test_skipped_rounds_are_no_difference():
+    sender, follower = sender_and_follower()
+    follower.content = sender.encode(random_model(1), 0)
+    follower.receive(0)
+    follower.content = sender.encode(random_model(2), 9)
+    model, sizes = follower.receive(9)
+    assert sizes == [9 * sender.max_bytes]
+    assert torch.equal(model, sender.state()["sent"])
+
+
+def test_a_model_that_is_not_finite_does_not_enter_later_ones():
+    sender, follower = sender_and_follower()
+    follower.content = sender.encode(torch.full((DIM,), torch.nan), 0)
+    assert follower.receive(0)[0].isnan().all()  # refused by a later check
+    follower.content = sender.encode(random_model(1), 1)
+    model, _ = follower.receive(1)
+    assert model.isfinite().all()
+    assert torch.equal(model, sender.state()["sent"])
+
+
+@pytest.mark.parametrize(
+    ("levels", "words", "reason"),
+    [
+        ([torch.nan, 1.0], [4, 8], "content"),
+        ([0.0, torch.inf], [4, 8], "content"),
+        ([-1.0, 1.0], [4, 8], "content"),
+        ([1.0, 3e38], [4, 8], "content"),
+        ([1.0, 2.0], [8, 8], "content"),  # one position twice
+        ([1.0, 2.0], [8, 4], "content"),  # not ascending
+        ([1.0, 2.0], [4, 4 * 18], "content"),  # beyond the model
+        ([1.0, 2.0], [4, 4 * 4095], "content"),
+        ([1.0, 2.0], [4, 8], "hash"),
+        ([0.0, 0.0], [0, 0], "hash"),
+    ],
+)
+def test_crafted_differences_are_refused_and_change_nothing(levels, words, reason):
+    codec = TopKCodec(torch.zeros(18))
+    bits = "".join(f"{word:014b}" for word in words).ljust(32, "0")
+    message = struct.pack("<2f", *levels) + int(bits, 2).to_bytes(4)
+    manifest = Follower(codec, torch.zeros(18)).manifest(0)
+    into = torch.full((18,), 7.0)
+    assert codec.follow_(1, manifest, message, into) == reason
+    assert (into == 7).all()
+    assert codec.ranges(1, 0)[0] == range(codec.max_bytes)  # it still has theta_0
+
+
+def test_one_of_several_models_of_a_round_is_whole_and_leaves_no_trace():
+    """Simulated attackers send each peer another model, whole."""
+    sender, follower = sender_and_follower()
+    follower.content = sender.encode_exactly(random_model(5))
+    model, sizes = follower.receive(0)
+    assert torch.equal(model, random_model(5))
+    assert sizes == [sender.max_bytes, 4 * DIM]
+    assert torch.equal(sender.state()["sent"], random_model(0))

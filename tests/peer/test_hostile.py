@@ -12,9 +12,10 @@ from tests.tiny import run_cli
 from fedcb2o.nn import parameters
 from fedcb2o.peer import read_federation
 from fedcb2o.peer.node.agent import build_network
+from fedcb2o.peer.node.publisher import ModelPublisher
 from fedcb2o.peer.wire.client import PeerClient
-from fedcb2o.peer.wire.compression import RawCodec
-from fedcb2o.peer.wire.equivocation import Ledger, verify_proof
+from fedcb2o.peer.wire.compression import RawCodec, TopKCodec
+from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal, verify_proof
 from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
 from fedcb2o.peer.wire.server import Server, Snapshot
 
@@ -55,6 +56,72 @@ def test_each_invalid_answer_is_refused_with_its_reason(lie, meeting, tmp_path):
     arrivals, refused = client.fetch(9, {LIAR: torch.zeros(dim)}, 60.0)
     assert not arrivals
     assert refused[LIAR] in hostile.LIES[lie][0]
+
+
+@pytest.fixture
+def top_k_pair(meeting, tmp_path):
+    """Return a publisher of top-k differences, its server, and a client that asks it."""
+    _, orgs, wire, dim = meeting
+    federation = members.federated(orgs, changes=CHANGES, lag=60, encoding="top_k")
+    server = Server(federation, 1, orgs[1], Ledger(tmp_path / "1", federation), hello_content=dict)
+    wire.agent(1).serve(server.on_request)
+    codec, ledger = TopKCodec(torch.zeros(dim)), Ledger(tmp_path / "0", federation)
+    journal = SigningJournal(tmp_path)
+    publisher = ModelPublisher(federation, orgs[1], codec, journal, server, print)
+    client = PeerClient(
+        federation, orgs[0], wire.agent(0), ledger, TopKCodec(torch.zeros(dim)), dim
+    )
+    return publisher, server, client, dim
+
+
+def test_differences_of_a_peer_are_followed_and_crafted_ones_are_refused(top_k_pair):
+    publisher, server, client, dim = top_k_pair
+    size = publisher.codec.max_bytes
+    model = torch.linspace(-1, 1, dim)
+
+    def fetch(n):
+        row = torch.zeros(dim)
+        arrivals, refused = client.fetch(n, {1: row}, 60.0)
+        return arrivals[1].size if arrivals else refused[1], row
+
+    publisher.publish(0, model, 1)
+    assert size < fetch(0)[0] < size + 2000
+    publisher.publish(1, 2 * model, 1)
+    publisher.publish(2, 3 * model, 1)
+    received, row = fetch(2)
+    assert 2 * size < received < 2 * size + 2000
+    assert torch.equal(row, publisher.codec.state()["sent"])
+
+    # The manifest is valid, but no bytes lead to its model; both ways are tried and no more.
+    before = client.received_bytes
+    publisher.publish(3, 4 * model, 1)
+    (snapshot, _), *_ = server._published
+    server._published = ()
+    server.publish(Snapshot(snapshot.manifest, b"\1" * len(snapshot.content)))
+    assert fetch(3)[0] in ("content", "hash")
+    assert client.received_bytes - before < size + 4 * dim + 4000
+    # A peer that sends less than the ranges hold.
+    publisher.publish(4, 5 * model, 1)
+    (snapshot, _), *_ = server._published
+    server._published = ()
+    server.publish(Snapshot(snapshot.manifest, bytes(snapshot.content)[: size // 2]))
+    assert fetch(4)[0] in ("hash", "no such part")
+
+    publisher.publish(5, 6 * model, 1)
+    received, row = fetch(5)
+    assert 3 * size < received < 3 * size + 2000
+    assert torch.equal(row, publisher.codec.state()["sent"])
+
+
+def test_two_different_models_by_differences_for_one_round_are_a_proof(top_k_pair):
+    """Also where the differences of the round are the same, and only the models differ."""
+    publisher, _, client, dim = top_k_pair
+    first = publisher.snapshot(7, torch.zeros(dim), 1)
+    second = publisher.snapshot(7, torch.ones(dim), 1)
+    assert bytes(first.content)[:1000] == bytes(second.content)[:1000]
+    assert client.ledger.record(first.manifest) is None
+    assert client.ledger.record(second.manifest) is not None
+    assert client.ledger.equivocators == {1}
 
 
 EQUIVOCATOR = {

@@ -196,9 +196,10 @@ def test_statistics_of_normalisation_layers_reproduce_the_simulation(buffers, tm
             ), name
 
 
-def test_a_resumed_node_reproduces_the_simulation(tmp_path):
+@pytest.mark.parametrize("encoding", ["float32", "top_k"])
+def test_a_resumed_node_reproduces_the_simulation(encoding, tmp_path):
     """A node stops after its second round and resumes, while the others wait for it."""
-    settings, peers = in_memory(tmp_path, 3, {"rounds": 4})
+    settings, peers = in_memory(tmp_path, 3, {"rounds": 4, "agents": {"encoding": encoding}})
     others = threading.Thread(target=run_all, args=[peers[1:]], daemon=True)
     others.start()
     first = peers[0].rounds()
@@ -221,6 +222,28 @@ def test_a_resumed_node_reproduces_the_simulation(tmp_path):
 
 def lines_of(out: Path):
     return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("attack", ["label_flip", "sign_flip"])
+def test_peers_with_top_k_differences_reproduce_the_simulation(attack, tmp_path):
+    """Agents ask two of five peers, so that most of them follow differences of several rounds."""
+    section = (
+        {"name": attack, "source": 9, "target": 4} if attack == "label_flip" else {"name": attack}
+    )
+    changes = {
+        **CHANGES,
+        "rounds": 6,
+        "attack": section,
+        "agents": {**CHANGES["agents"], "budget": 2, "encoding": "top_k"},
+    }
+    settings, peers = in_memory(tmp_path, 6, changes)
+    assert peers[0].federation.encoding == "top_k"
+    run_all(peers)
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    for j in range(6):
+        lines = lines_of(tmp_path / f"out-{j}")
+        assert [line["refused"] for line in lines] == [{}] * 6
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
 FOUR = {

@@ -27,6 +27,7 @@ class _Encoding(StrEnum):
 
     float32 = "float32"
     int8 = "int8"
+    top_k = "top_k"
 
 
 _UserFunctionsOption = Annotated[
@@ -167,8 +168,9 @@ def federation(
     ] = 60.0,
     lag: Annotated[int, Option(min=0, help="Number of rounds that a model may be behind.")] = 5,
     encoding: Annotated[
-        _Encoding, Option(help="Encoding of models on the wire.")
-    ] = _Encoding.float32,
+        _Encoding | None,
+        Option(help="Encoding of models on the wire. Default: that of the experiment."),
+    ] = None,
     share: Annotated[
         float | None,
         Option(help="Share of attackers that rules assume. Default: that of the experiment."),
@@ -198,8 +200,8 @@ def federation(
         round_seconds=round_seconds,
         deadline_seconds=deadline_seconds,
         lag=lag,
-        encoding=encoding.value,
         share=share,
+        encoding=chosen.agents.encoding if encoding is None else encoding.value,
     )
     write_federation(made, out)
     _print_federation(made, out)

@@ -183,6 +183,7 @@ class BufferLayout:
 
     Attributes:
         own: Row of each agent's own model.
+        sent: Row of each agent's published model, where models are encoded; else None.
         first_crafted: First row of the models that each malicious agent crafts. While the agent
             trains, the row holds its model before the round.
         crafted_per_attacker: Number of these models.
@@ -196,6 +197,7 @@ class BufferLayout:
     crafted_per_attacker: int
     previous: Int[np.ndarray, " a"] | None
     first_received: int
+    sent: Int[np.ndarray, " a"] | None = None
 
     @classmethod
     def create(

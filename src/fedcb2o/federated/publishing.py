@@ -17,6 +17,7 @@ from fedcb2o.federated.guards.acceptance import max_abs
 from fedcb2o.federated.inference import bound_networks, per_sample_losses
 from fedcb2o.federated.plugin_outputs import validated_crafted_models, validated_queries
 from fedcb2o.federated.ragged import AgentIds, Indices, Members, Ragged, Rows
+from fedcb2o.federated.top_k import advance_
 from fedcb2o.federated.types import Losses
 from fedcb2o.federated.validation import training_losses
 from fedcb2o.rng import stream
@@ -75,9 +76,26 @@ class DeceptiveOutbox(Outbox):
 
 def make_outbox(group: AgentGroup, is_agent_sent: Bool[np.ndarray, " a"]) -> Outbox:
     """Return what the agents of a group publish, of those whose `is_agent_sent` is True."""
+    rows = group.layout.own
+    if group.layout.sent is not None:
+        rows = np.where(_is_exact(group), rows, group.layout.sent)
     is_row_sent = np.zeros(group.layout.first_received, dtype=bool)
-    is_row_sent[group.layout.own] = is_agent_sent
-    return Outbox(own=group.layout.own, num_samples=group.data.num_samples, is_sent=is_row_sent)
+    is_row_sent[rows] = is_agent_sent
+    return Outbox(own=rows, num_samples=group.data.num_samples, is_sent=is_row_sent)
+
+
+def encode_(group: AgentGroup, members: Members, n: int, is_sent: Bool[np.ndarray, " N"]) -> None:
+    """Move the published models of agents that publish in round n towards their models."""
+    assert group.layout.sent is not None
+    chosen = members[is_sent[group.agents[members]] & ~_is_exact(group)[members]]
+    for k in chosen.tolist():
+        advance_(group.models[int(group.layout.sent[k])], group.models[int(group.layout.own[k])])
+
+
+def _is_exact(group: AgentGroup) -> Bool[np.ndarray, " a"]:
+    """Return True for attackers who craft models: no receiver can hold them to an encoding."""
+    adversary = group.adversary
+    return group.data.malicious & (adversary is not None and adversary.attack.deceives)
 
 
 def deceptive_outbox(

@@ -228,6 +228,13 @@ class AgentsSection(Section):
         Component | None,
         key_field("the graph of contacts, [see below](#graphs)", values=COMPONENT_VALUES),
     ] = None
+    encoding: Annotated[
+        Literal["float32", "top_k"],
+        key_field(
+            "the published models: exact, or by [top-k differences](peers.md#encodings), which "
+            "attackers who craft models do not keep to"
+        ),
+    ] = "float32"
     initialisation: Annotated[
         Literal["common", "independent"],
         key_field("one initial model for all agents, or one per agent"),

@@ -131,6 +131,9 @@ class RayEngine:
             self.owner[whole.own[agents]] = worker
             self.owner[crafted_rows] = worker
             self.row[whole.own[agents]] = layout.own
+            if whole.sent is not None:
+                self.owner[whole.sent[agents]] = worker
+                self.row[whole.sent[agents]] = layout.sent
             self.row[crafted_rows] = layout.first_crafted[attackers, None] + crafted
             self.first_received.append(layout.first_received)
 
@@ -299,7 +302,8 @@ class RayEngine:
             yield from zip(transfers, refs if len(transfers) > 1 else [refs], strict=True)
 
     def _chunks(self) -> Iterator[Int[np.ndarray, " k"]]:
-        """Yield the ids of all agents, as many at once as `STREAM_BYTES` allows."""
+        """Yield the rows of models that outlive a round, as many as `STREAM_BYTES` allows."""
         step = max(1, STREAM_BYTES // self.row_bytes)
-        for start in range(0, self.spec.num_agents, step):
-            yield np.arange(start, min(start + step, self.spec.num_agents))
+        count = self.spec.num_agents * (1 if self.group.layout.sent is None else 2)
+        for start in range(0, count, step):
+            yield np.arange(start, min(start + step, count))

@@ -99,7 +99,10 @@ class AgentWorker:
     def init_models(self, init: InitModels) -> None:
         """Fill the rows of the agents with their initial models."""
         agents = self.engine.group.agents.tolist()
-        init(self.tensors, self.models[: len(agents)], agents)
+        own = self.models[: len(agents)]
+        init(self.tensors, own, agents)
+        if self.engine.group.layout.sent is not None:
+            self.models[len(agents) : 2 * len(agents)] = own
 
     def call_engine(self, method: Callable[..., Any], *arguments: Any) -> Any:
         """Call a method of this worker's engine."""

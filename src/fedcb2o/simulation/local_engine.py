@@ -32,7 +32,7 @@ from fedcb2o.federated.evaluation.models import evaluate_models
 from fedcb2o.federated.guards.acceptance import are_finite, is_acceptable
 from fedcb2o.federated.local_update import TrainResult, plan_training_batches, train_
 from fedcb2o.federated.mixing import MixingMatrix, mix_, mixing_matrix
-from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, make_outbox
+from fedcb2o.federated.publishing import Outbox, Peek, craft_models_, encode_, make_outbox
 from fedcb2o.federated.ragged import AgentIds, Indices, Members, Ragged
 from fedcb2o.kernels.dispatch import use_kernels
 from fedcb2o.nn.parameters import gather_rows, row_checksums, row_stride
@@ -46,6 +46,7 @@ AGGREGATION_KINDS = ("criterion", "rule", "pre-step", "algorithm", "model")
 """Kinds of user functions that receive models in LocalAggregation."""
 
 _TRAIN = Phase(train_)
+_ENCODE = Phase(encode_)
 
 _NO_AGENTS = np.zeros(0, np.int64)
 
@@ -145,7 +146,10 @@ class LocalEngine:
 
         `max_abs` is the largest absolute value of each trained model; not finite for a broken one.
         """
-        self.outbox = make_outbox(self.group, is_acceptable(max_abs) & online)
+        is_sent = is_acceptable(max_abs) & online
+        if self.group.layout.sent is not None:
+            self.map_batches(_ENCODE, n, is_sent)
+        self.outbox = make_outbox(self.group, is_sent)
 
     def replace_outbox(self, n: int, outbox: Outbox) -> None:
         """Publish other models of round n."""
@@ -213,13 +217,16 @@ class LocalEngine:
     def persistent_models(self) -> Iterator[Float[Tensor, "k stride"]]:
         """Return the models that outlive a round, in whole cache lines.
 
-        The agents' models are in the order of their ids; the cluster models follow.
+        The agents' models are in the order of their ids; the cluster models, or the published ones
+        where they are encoded, follow.
         """
         stride = row_stride(self.spec.dim)
         count = self.spec.num_agents
         clusters = self.spec.algorithm.clusters
         if clusters is not None:
             count += clusters.num_rows(count)
+        elif self.group.layout.sent is not None:
+            count += count
         yield self.group.models[:count].as_strided((count, stride), (stride, 1))
 
     def load_models_(self, models: Float[Tensor, "k stride"]) -> None:

@@ -157,7 +157,8 @@ def init_models_(
         if j >= num_agents and clusters is not None and clusters.per_agent and not is_independent:
             # The k-th cluster model of every agent is the same at the start.
             j = num_agents + (j - num_agents) % clusters.num_models
-        if is_independent or j >= num_agents:
+        # Published models begin with the common one, which their receivers know.
+        if is_independent or (j >= num_agents and clusters is not None):
             theta[row] = initial_model(experiment, seed, dataset, j)
 
 

@@ -57,11 +57,8 @@ class PreparedSeed:
 
     @property
     def num_persistent_rows(self) -> int:
-        """The rows of a model buffer that outlive a round: agents, then clusters."""
-        clusters = self.spec.algorithm.clusters
-        # IFCA has one model per cluster, DFCA one per cluster and agent.
-        num_agents = self.spec.num_agents
-        return num_agents + (0 if clusters is None else clusters.num_rows(num_agents))
+        """The rows of a model buffer that outlive a round: agents, then clusters or sent models."""
+        return self.spec.num_agents + self.experiment.num_further_rows
 
     def scored_samples(self) -> Shard:
         """Return the samples that agents are scored on: the test set, or the seed's draw."""
@@ -128,13 +125,16 @@ class PreparedSeed:
         """Return the layout of a buffer whose first `num_persistent_rows` outlive a round."""
         # An attack may publish another model for each receiver, which needs a row of its own.
         crafted = self.adversary.attack.num_published(1, len(self.adversary.benign_ids))
-        return BufferLayout.create(
+        layout = BufferLayout.create(
             own_rows,
             num_persistent_rows,
             self.adversary.malicious[np.array(agents)],
             crafted,
             self.spec.algorithm.keeps_previous,
         )
+        if self.experiment.agents.encoding == "top_k":
+            layout = dataclasses.replace(layout, sent=own_rows + len(own_rows))
+        return layout
 
     def build_agent_group(self, model_buffer: Float[Tensor, "rows d"]) -> AgentGroup:
         """Return all agents as one group, on the device of the buffer."""
@@ -325,7 +325,8 @@ def build_group(
     """Build the group of agents with ascending ids; its buffer has no rows yet."""
     prepared = prepare_seed(experiment, seed, dataset_from_tensors(names, tensors))
     device = devices.resolve_device(experiment.device)
-    layout = prepared.build_layout(agents, np.arange(len(agents)), len(agents))
+    rows = len(agents) * (2 if experiment.agents.encoding == "top_k" else 1)
+    layout = prepared.build_layout(agents, np.arange(len(agents)), rows)
     model_buffer = torch.zeros(0, prepared.spec.dim, device=device)
     prepared.spec.module.to(device)
     agent_data = prepared.build_agent_data(agents, device)

@@ -316,6 +316,11 @@ class Experiment(Section):
                 "`keep_best` compares losses on validation samples, and with `agents.hold_out` = "
                 "false these train the model: leave `hold_out` out"
             )
+        if agents.encoding == "top_k" and agents.initialisation != "common":
+            raise ValueError(
+                '`agents.encoding` = "top_k" begins with the initial model that all agents know: '
+                'take `agents.initialisation` = "common"'
+            )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"`seeds` must differ, got {list(self.seeds)}")
         # A clean twin and the oracles have malicious agents without an attack.
@@ -348,6 +353,16 @@ class Experiment(Section):
             )
         if self.clock is not None and algorithm.clusters is not None:
             raise ValueError("`clock` goes with algorithms whose agents ask peers: leave it out")
+        if agents.encoding == "top_k":
+            if algorithm.clusters is not None:
+                raise ValueError(
+                    '`agents.encoding` = "top_k" goes with algorithms whose agents ask peers'
+                )
+            if self.clock is not None and self.clock.model_bytes is None:
+                raise ValueError(
+                    'with `agents.encoding` = "top_k" a download takes more bytes the longer ago '
+                    "the last one was: give the mean as `clock.model_bytes`"
+                )
         if self.clock is not None and agents.participation < 1:
             raise ValueError(
                 "`clock` decides which agents are online: take `clock.online` and `clock.offline` "
@@ -433,14 +448,12 @@ class Experiment(Section):
         """The number of models that a run holds at once.
 
         That is N + P: a model per agent, and those that attackers craft. There are N more where the
-        models before the round are kept, and those of clusters.
+        models before the round are kept, N where published models are encoded, and those of
+        clusters.
         """
         agents = self.agents
         algorithm = self.resolved.algorithm
-        extra = 0
-        if algorithm.clusters is not None:
-            # Models of clusters are rows after those of the agents.
-            extra += algorithm.clusters.num_rows(agents.num_agents)
+        extra = self.num_further_rows
         if algorithm.keeps_previous:
             extra += agents.num_agents
         return (
@@ -448,6 +461,14 @@ class Experiment(Section):
             + self.active_attack.num_published(agents.num_malicious, agents.num_benign)
             + extra
         )
+
+    @property
+    def num_further_rows(self) -> int:
+        """The models next to those of agents that outlive a round: of clusters, or sent ones."""
+        clusters = self.resolved.algorithm.clusters
+        if clusters is not None:
+            return clusters.num_rows(self.agents.num_agents)
+        return self.agents.num_agents if self.agents.encoding == "top_k" else 0
 
     def clean_counterpart(self) -> "Experiment":
         """Return NAME-clean, the same with malicious agents that train on true labels."""

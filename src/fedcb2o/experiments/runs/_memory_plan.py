@@ -164,7 +164,8 @@ class _Needs:
         has_checkpoint = (folder / checkpoint.FILE).exists()
         is_saved_once = self.experiment.checkpoint_every >= self.experiment.rounds
         checkpoints = 1 if has_checkpoint or is_saved_once else 2
-        return self.model_bytes + self.num_agents * self.row_bytes * checkpoints
+        rows = self.num_agents + self.experiment.num_further_rows
+        return self.model_bytes + rows * self.row_bytes * checkpoints
 
     def check_address_space(self) -> None:
         """Raise RunError where a limit of addresses is too small for the models."""

@@ -82,6 +82,7 @@ def make_federation(
     entries = [{"id": id, **member.to_table()} for id, member in enumerate(members)]
     table = {
         "protocol": PROTOCOL_VERSION,
+        "encoding": agents.encoding,
         "name": experiment.name,
         "rounds": experiment.rounds,
         "seed": experiment.seeds[0] if seed is None else seed,
@@ -98,7 +99,7 @@ def make_federation(
     }
     federation = validated_federation({**table, **options}, "the federation")
     if "limits" not in options:
-        size = 4 * dim if federation.encoding == "float32" else dim
+        size = dim if federation.encoding == "int8" else 4 * dim
         limits = Limits.for_model(size, federation.round_seconds)
         federation = federation.model_copy(update={"limits": limits})
 

@@ -76,7 +76,7 @@ class Federation(Section):
     round_seconds: _Seconds = 0.0
     deadline_seconds: Annotated[_Seconds, Field(gt=0)] = 60.0
     lag: Annotated[int, Field(ge=0, lt=2**31)] = 5
-    encoding: Literal["float32", "int8"] = "float32"
+    encoding: Literal["float32", "int8", "top_k"] = "float32"
     share: Annotated[float, Field(ge=0, lt=1)]
     most_samples: Annotated[int, Field(ge=1, lt=2**53)]
     limits: Limits = Limits()

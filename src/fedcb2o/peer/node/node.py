@@ -54,7 +54,7 @@ from fedcb2o.peer.node.reasons import (
 from fedcb2o.peer.node.recovery import SigningRecovery
 from fedcb2o.peer.node.run_directory import open_run
 from fedcb2o.peer.wire.client import BLAMELESS_REASONS, PeerClient, StoppedError
-from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec
+from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec, TopKCodec
 from fedcb2o.peer.wire.equivocation import JOURNAL_FILE, Ledger, SigningJournal
 from fedcb2o.peer.wire.relayed import open_transport
 from fedcb2o.peer.wire.server import Server
@@ -415,7 +415,8 @@ class Node:
     def _build_codec(self) -> Codec:
         if self.federation.encoding == "float32":
             return RawCodec(self.agent.spec.dim)
-        return Int8Codec(self.agent.shared_initial_model)
+        codec = Int8Codec if self.federation.encoding == "int8" else TopKCodec
+        return codec(self.agent.shared_initial_model)
 
     def _fingerprint(self) -> str:
         """Return the identity of a checkpoint, the same for all versions."""

@@ -48,14 +48,20 @@ class ModelPublisher:
 
     def snapshot(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> Snapshot:
         """Return a signed model. The journal does not know the signature."""
-        return self._sign(*self._encode(n, theta, num_samples))
+        return self._sign(*self._encode(n, theta, num_samples, is_one_of_several=True))
 
     def _encode(
-        self, n: int, theta: Float[Tensor, " d"], num_samples: int
+        self,
+        n: int,
+        theta: Float[Tensor, " d"],
+        num_samples: int,
+        *,
+        is_one_of_several: bool = False,
     ) -> tuple[Manifest, BytesLike]:
-        content = self.codec.encode(theta)
+        codec = self.codec
+        content = codec.encode_exactly(theta) if is_one_of_several else codec.encode(theta, n)
         manifest = Manifest.from_content(
-            content,
+            memoryview(content)[: codec.max_bytes],
             run=self.federation.run,
             agent=self.federation.id_of(self.identity.member),
             round=n,

@@ -31,7 +31,7 @@ from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation, removal_notice
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire import protocol
-from fedcb2o.peer.wire.compression import Codec
+from fedcb2o.peer.wire.compression import Codec, Int8Codec, RawCodec, TopKCodec
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.patience import Backoff, Patience, Wait
 from fedcb2o.peer.wire.protocol import (
@@ -336,7 +336,7 @@ class _PeerSession:
             min_bytes=codec.min_bytes,
             max_bytes=codec.max_bytes,
             encoding=codec.encoding,
-            base=codec.base,
+            base=codec.expected_base,
         )
         if manifest is None:
             return reason
@@ -552,15 +552,16 @@ class _ModelDownload(_PeerSession):
         manifest = self.fetch_manifest(self.n)
         if isinstance(manifest, str):
             return manifest
-        # Its size is that of a valid manifest: no peer makes this agent allocate more.
-        buffer = self.client.codec.buffer(manifest.size, self.row)
-        if reason := self._fetch_chunks(manifest, buffer):
+        codec = self.client.codec
+        if reason := (
+            self._follow(manifest, codec)
+            if isinstance(codec, TopKCodec)
+            else self._fetch_whole(manifest, codec)
+        ):
             return reason
         with self.lock:
             if not self.is_open:
                 return _LATE
-            if self.client.codec.decode_(buffer, self.row):
-                return "content"
             if reason := number_fault(self.row):
                 return reason
             # Denormal numbers would make every computation with the model slow.
@@ -569,34 +570,67 @@ class _ModelDownload(_PeerSession):
         size = self.received_bytes
         return Arrival(manifest.round, manifest.num_samples, size, seconds, row_owner=self.peer)
 
-    def _fetch_chunks(self, manifest: Manifest, buffer: memoryview) -> str:
-        """Fill the buffer by chunks; return an empty text or a reason."""
-        count = len(manifest.chunks)
+    def _fetch_whole(self, manifest: Manifest, codec: RawCodec | Int8Codec) -> str:
+        """Download the bytes of a manifest and decode them; return an empty text or a reason."""
+        # Its size is that of a valid manifest: no peer makes this agent allocate more.
+        buffer = codec.buffer(manifest.size, self.row)
+        part = range(manifest.size)
+        if reason := self._fetch_chunks(manifest, part, buffer, manifest.chunks):
+            return reason
+        with self.lock:
+            if not self.is_open:
+                return _LATE
+            return "content" if codec.decode_(buffer, self.row) else ""
+
+    def _follow(self, manifest: Manifest, codec: TopKCodec) -> str:
+        """Download the differences from the peer's last model, or else its whole model."""
+        reason = ""
+        for part in codec.ranges(self.peer, manifest.round):
+            buffer = memoryview(bytearray(len(part)))
+            # The hash of the model is that of a manifest, whatever the bytes on the way.
+            expected = [b""] * protocol.num_chunks(len(part))
+            if reason := self._fetch_chunks(manifest, part, buffer, expected):
+                return reason
+            with self.lock:
+                if not self.is_open:
+                    return _LATE
+                reason = codec.follow_(self.peer, manifest, buffer, self.row)
+            if not reason:
+                break
+        return reason
+
+    def _fetch_chunks(
+        self, manifest: Manifest, part: range, buffer: memoryview, hashes: Sequence[bytes]
+    ) -> str:
+        """Fill the buffer by chunks with these hashes, empty for any; return "" or a reason."""
+        count = len(hashes)
         whole = hashlib.sha256()
         # Several chunks are requested at once, so that the link never idles.
         pending = deque(
-            self._request_chunk(manifest, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
+            self._request_chunk(manifest, part, k) for k in range(min(count, _CHUNKS_IN_FLIGHT))
         )
-        for k, expected in enumerate(manifest.chunks):
+        for k, expected in enumerate(hashes):
             start = k * protocol.CHUNK_BYTES
-            size = min(protocol.CHUNK_BYTES, manifest.size - start)
+            size = min(protocol.CHUNK_BYTES, len(part) - start)
 
             chunk, reason = self._valid_chunk(pending.popleft(), size, expected)
             # Once more, because a message may be lost.
             if reason and time.monotonic() < self.end:
-                chunk, reason = self._valid_chunk(self._request_chunk(manifest, k), size, expected)
+                question = self._request_chunk(manifest, part, k)
+                chunk, reason = self._valid_chunk(question, size, expected)
             if reason:
                 # After the deadline a missing answer is no fault of the peer.
                 return _LATE if time.monotonic() > self.end else reason
 
             if k + _CHUNKS_IN_FLIGHT < count:
-                pending.append(self._request_chunk(manifest, k + _CHUNKS_IN_FLIGHT))
+                pending.append(self._request_chunk(manifest, part, k + _CHUNKS_IN_FLIGHT))
             whole.update(chunk)
             with self.lock:
                 if not self.is_open:
                     return _LATE
                 buffer[start : start + size] = chunk
-        return "" if whole.digest() == manifest.sha256 else "hash"
+        is_whole = hashes is not manifest.chunks or whole.digest() == manifest.sha256
+        return "" if is_whole else "hash"
 
     def _valid_chunk(
         self, question: Question, size: int, expected: bytes
@@ -609,12 +643,12 @@ class _ModelDownload(_PeerSession):
         if answer.status is not AnswerStatus.OK:
             return b"", answer.status.label
         digest = hashlib.sha256(answer.body).digest()
-        is_valid = len(answer.body) == size and digest == expected
+        is_valid = len(answer.body) == size and expected in (b"", digest)
         return answer.body, "" if is_valid else "hash"
 
-    def _request_chunk(self, manifest: Manifest, k: int) -> Question:
-        first = k * protocol.CHUNK_BYTES
-        last = min(first + protocol.CHUNK_BYTES, manifest.size) - 1
+    def _request_chunk(self, manifest: Manifest, part: range, k: int) -> Question:
+        first = part.start + k * protocol.CHUNK_BYTES
+        last = min(first + protocol.CHUNK_BYTES, part.stop) - 1
         return self.ask(RequestKind.MODEL, digest=manifest.digest, first=first, last=last)
 
 

@@ -1,4 +1,4 @@
-"""Codecs of a model: raw float32, or int8 differences with error feedback.
+"""Codecs of a model: raw float32, and int8 or top-k differences with error feedback.
 
 `Int8Codec` sends the difference of a model from theta_0, the initial model that the whole
 federation knows. Blocks of 2048 numbers share a scale, numbers are rounded to 8 bits, and zstandard
@@ -7,8 +7,8 @@ Droppo, Li and Yu 2014, "1-bit stochastic gradient descent and its application t
 distributed training of speech DNNs"; Karimireddy, Rebjock, Stich and Jaggi 2019, "Error feedback
 fixes SignSGD and other gradient compression schemes"). The models sent over several rounds
 therefore add up to the true ones except for one rounding. Differences from the previously sent
-model, as in EF21 (Richtarik, Sokolov and Fatkhullin 2021), would be smaller, but only for receivers
-of every earlier model; here the receivers change.
+model, as in EF21 (Richtarik, Sokolov and Fatkhullin 2021), are smaller, but only for receivers of
+an earlier model. `TopKCodec` sends these, and offers the last 32 of them and the whole model.
 
 Example:
     >>> codec = RawCodec(dim=2)
@@ -29,8 +29,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fedcb2o.errors import RunError
+from fedcb2o.federated import top_k
 from fedcb2o.federated.guards.acceptance import MAX_VALUE
-from fedcb2o.peer.wire.protocol import BytesLike
+from fedcb2o.peer.wire.protocol import ZERO_DIGEST, BytesLike, Manifest
 
 BLOCK_SIZE = 2048  # numbers that share a scale
 _MAX_LEVEL = 127  # largest magnitude of an 8-bit number that is sent
@@ -41,7 +42,31 @@ _SLICE_SIZE = 64 * BLOCK_SIZE  # numbers per step, so that they stay in the cach
 
 
 class _Codec:
-    """Codec whose `state` is what the next `encode` depends on, for a checkpoint."""
+    """Codec whose `state` is what the next `encode` depends on, for a checkpoint.
+
+    `base` is the digest in the manifest of the last model that it encoded, and `expected_base` that
+    which a manifest must have; None for any.
+    """
+
+    base: bytes
+    min_bytes: int
+    max_bytes: int
+
+    @property
+    def expected_base(self) -> bytes | None:
+        return self.base
+
+    def encode(self, theta: Float[Tensor, " d"], n: int = 0) -> bytes:
+        """Encode the model of round n; the manifest is of at most `max_bytes` at the start."""
+        raise NotImplementedError
+
+    def encode_exactly(self, theta: Float[Tensor, " d"]) -> bytes:
+        """Encode one of several models of a round, for simulated attackers."""
+        return self.encode(theta)
+
+    def ranges(self, peer: int, n: int) -> list[range]:
+        """Return the bytes to download of a peer's model of round n; others if these fail."""
+        return []
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -62,19 +87,15 @@ class _Codec:
 
 
 class RawCodec(_Codec):
-    """Little-endian float32 numbers.
-
-    `base` is the digest in the manifest of the model that an encoding refers to. The sizes are
-    those of an encoded model.
-    """
+    """Little-endian float32 numbers. The sizes are those of an encoded model."""
 
     encoding = 0
-    base = bytes(32)
+    base = ZERO_DIGEST
 
     def __init__(self, dim: int) -> None:
         self.min_bytes = self.max_bytes = 4 * dim
 
-    def encode(self, theta: Float[Tensor, " d"]) -> bytes:
+    def encode(self, theta: Float[Tensor, " d"], n: int = 0) -> bytes:
         """Encode a model as a copy; it may be trained further afterwards."""
         return _little_endian(theta).tobytes()
 
@@ -119,7 +140,7 @@ class Int8Codec(_Codec):
         # Incompressible data grow by less.
         self.max_bytes = self._size + self._size // 256 + 1024
 
-    def encode(self, theta: Float[Tensor, " d"]) -> bytes:
+    def encode(self, theta: Float[Tensor, " d"], n: int = 0) -> bytes:
         """Encode a model and keep its rounding error for the next one."""
         theta = theta.detach().cpu()
         content = np.empty(self._size, np.uint8)
@@ -185,7 +206,112 @@ class Int8Codec(_Codec):
         return {"owed": self._residual}
 
 
-Codec: TypeAlias = RawCodec | Int8Codec
+class TopKCodec(_Codec):
+    """Top-k differences from the model that was published before (`federated.top_k`).
+
+    The content is the differences of the last 32 rounds, the newest first, and the whole model.
+    The manifest has size and hash of the first one, and as `base` the SHA-256 of the model. A
+    receiver keeps the last model of each peer, and needs only the differences since then. It needs
+    the whole one from a peer that restarted or that it last asked more than 32 rounds ago. All
+    receivers begin with theta_0. Bytes of zeros are no difference, as in rounds that were skipped.
+
+    A message has two magnitudes per chunk of 4096 numbers, the smaller one first, as little-endian
+    float32. For each kept number follow 14 bits: its index in the chunk, then its code.
+    """
+
+    encoding = 2
+    expected_base = None
+
+    def __init__(self, origin: Float[Tensor, " d"]) -> None:
+        self._origin = origin.detach().cpu().clone()
+        self._sent = self._origin.clone()
+        self._history: dict[int, bytes] = {}
+        self._held: dict[int, tuple[int, Tensor]] = {}
+        self._counts = top_k.kept_counts(len(origin))
+        self.min_bytes = self.max_bytes = top_k.message_bytes(len(origin))
+        self.base = ZERO_DIGEST
+
+    def encode(self, theta: Float[Tensor, " d"], n: int = 0) -> bytes:
+        """Move the published model towards a model of round n; offer the way there."""
+        difference = theta.detach().cpu() - self._sent
+        # No receiver accepts such a model, but the next one may be finite again.
+        if not (difference.abs() <= 2 * MAX_VALUE).all():
+            return self.encode_exactly(theta)
+        message = top_k.top_k(difference)
+        top_k.add_(self._sent, *message)
+        self._history = {m: old for m, old in self._history.items() if n - top_k.HISTORY < m < n}
+        self._history[n] = _pack(*message)
+        return self._content(self._sent, n)
+
+    def encode_exactly(self, theta: Float[Tensor, " d"]) -> bytes:
+        return self._content(theta, -1)
+
+    def _content(self, theta: Float[Tensor, " d"], n: int) -> bytes:
+        whole = _little_endian(theta).tobytes()
+        self.base = hashlib.sha256(whole).digest()
+        none = bytes(self.max_bytes)
+        messages = [self._history.get(n - j, none) for j in range(top_k.HISTORY)]
+        return b"".join([*messages, whole])
+
+    def ranges(self, peer: int, n: int) -> list[range]:
+        start, size = top_k.HISTORY * self.max_bytes, 4 * len(self._origin)
+        behind = n - self._held.get(peer, (-1, self._origin))[0]
+        whole = range(start, start + size)
+        is_near = 0 <= behind <= top_k.HISTORY and behind * self.max_bytes < size
+        return [range(behind * self.max_bytes), whole] if is_near else [whole]
+
+    def follow_(
+        self, peer: int, manifest: Manifest, content: BytesLike, into: Float[Tensor, " d"]
+    ) -> str:
+        """Decode differences, or a whole model, that a peer sent; keep the model if it fits."""
+        if len(content) == 4 * len(into):
+            theta = _to_tensor(np.frombuffer(content, "<f4"))
+        else:
+            theta = self._held.get(peer, (-1, self._origin))[1].clone()
+            for start in reversed(range(0, len(content), self.max_bytes)):
+                message = self._unpack(memoryview(content)[start : start + self.max_bytes])
+                if message is None:
+                    return "content"
+                top_k.add_(theta, *message)
+        if hashlib.sha256(_little_endian(theta).data).digest() != manifest.base:
+            return "hash"
+        self._held[peer] = (manifest.round, theta)
+        into.copy_(theta)
+        return ""
+
+    def _unpack(self, message: BytesLike) -> tuple[Tensor, Tensor, Tensor] | None:
+        """Return positions, codes and magnitudes of a hostile message; None if they are none."""
+        count = len(self._counts)
+        levels = _to_tensor(np.frombuffer(message, "<f4", 2 * count)).view(count, 2)
+        total = int(self._counts.sum())
+        bits = np.unpackbits(np.frombuffer(message, np.uint8, offset=8 * count))
+        numbers = bits[: top_k.CODE_BITS * total].reshape(total, -1) @ _PLACES
+        words = torch.from_numpy(numbers)
+        chunks = torch.arange(count).repeat_interleave(self._counts)
+        positions = top_k.CHUNK * chunks + words // 4
+        is_level = (levels >= 0) & (levels <= 4 * MAX_VALUE)  # NaN fails
+        if not is_level.all() or positions.max() >= len(self._origin):
+            return None
+        # Of equal positions, which a message of zeros has, only one difference would count.
+        is_empty = (levels == 0).all(1)[chunks[1:]]
+        if not (is_empty | (positions.diff() > 0)).all():
+            return None
+        return positions, words % 4, levels
+
+    def state(self) -> dict[str, Tensor]:
+        return {"sent": self._sent}
+
+
+Codec: TypeAlias = RawCodec | Int8Codec | TopKCodec
+
+_PLACES = 2 ** np.arange(top_k.CODE_BITS)[::-1]  # of the bits of a number, the largest first
+
+
+def _pack(positions: Tensor, codes: Tensor, levels: Float[Tensor, "c 2"]) -> bytes:
+    """Return the bytes of a message."""
+    words = (positions % top_k.CHUNK * 4 + codes).numpy()
+    bits = words[:, None] // _PLACES % 2
+    return _little_endian(levels).tobytes() + np.packbits(bits.astype(np.uint8)).tobytes()
 
 
 def _quantize(x: Float[Tensor, " n"]) -> tuple[Float[Tensor, " n"], Float[Tensor, " b"]]:

@@ -218,7 +218,7 @@ def validate_manifest(
     max_bytes: int,
     min_bytes: int = 1,
     encoding: int = 0,
-    base: bytes = ZERO_DIGEST,
+    base: bytes | None = ZERO_DIGEST,
 ) -> tuple[str, Manifest | None]:
     """Return an empty text and a manifest whose model can be accepted, or a reason and None.
 
@@ -227,7 +227,7 @@ def validate_manifest(
 
     `max_bytes` and `min_bytes` bound an encoded model, and `max_bytes` time and memory. `min_round`
     is the round of the last manifest accepted from the asked agent. `base` is the expected digest
-    of the model that the encoding refers to.
+    of the model that the encoding refers to; None for any.
     """
     # The list of chunks is bounded before it is decoded.
     longest = min(manifest_bytes(max_bytes), MAX_MANIFEST_BYTES)
@@ -247,7 +247,7 @@ def validate_manifest(
         return "round", None
     if manifest.dim != dim or not has_size or not has_chunks:
         return "size", None
-    if manifest.encoding != encoding or manifest.base != base:
+    if manifest.encoding != encoding or base not in (None, manifest.base):
         return "dtype", None
     return "", manifest
 

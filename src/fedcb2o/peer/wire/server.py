@@ -256,7 +256,7 @@ class Server:
         if found is None:
             return Answer(AnswerStatus.NOT_HERE)
         snapshot, part = found
-        size = snapshot.decoded_manifest.size
+        size = memoryview(snapshot.content).nbytes
         if not part:
             return Answer(
                 AnswerStatus.NO_SUCH_PART, headers=(("content-range", f"bytes */{size}"),)
