@@ -63,5 +63,8 @@ class Wired:
             peer.handler(bytes(request), lambda answer: self._reply(peer, answer, question))
 
     def _reply(self, peer: "Wired", answer: Answer | None, question: Question) -> None:
-        if self.wire.passes() and not peer.closed:
+        # A connection that ends is noticed, and the question is asked again.
+        if peer.closed:
+            question.put(None)
+        elif self.wire.passes():
             question.put(answer)
