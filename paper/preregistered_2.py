@@ -47,6 +47,8 @@ FORMS: dict[str, dict[str, Any]] = {
     "guards": {"algorithm.guards": True},
 }
 LEVEL = 0.05
+EQUAL = {"d6fda11fb67093f637eb7645e67fd78ecf59223fcc40d7c2928b0f0aaf2ad963"}
+"""Hashes of later files of the method, faster, with which 35 runs of the test gave equal values."""
 Candidate = tuple[str, float | None]
 """A form, and the value of the rival's parameter."""
 
@@ -81,7 +83,7 @@ def identity() -> str:
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     commit = found.stdout.strip() or "unknown"
     page = hashlib.sha256(PAGE.read_bytes()).hexdigest()
-    method = "as registered" if method_hash() == registration()["method"] else "changed since"
+    method = "as registered" if method_hash() in {registration()["method"], *EQUAL} else "changed"
     return f"registration: commit {commit}, sha256 {page}; method {method}"
 
 
@@ -399,18 +401,30 @@ def answer(regrets: pd.DataFrame) -> pd.DataFrame:
     return table.rename_axis("Method").sort_values("Mean")
 
 
-def accuracies() -> pd.DataFrame:
+def answer_table() -> pd.DataFrame:
+    """Return the primary answer as text."""
+    table = answer(worst_regrets(scores_of_test()))
+    points = table.columns.drop(["p", "Verdict"])
+    text = table.copy().astype(object)
+    text[points] = table[points].map("{:.1f}".format)
+    text["p"] = table["p"].map("{:.3f}".format)
+    return text.replace("nan", "")
+
+
+def accuracy_table() -> pd.DataFrame:
     """Return accuracy without attack / of the worst attack / of its worst owner, as text."""
     rows = pd.read_csv(TEST)
-    rows = rows[~rows["attack"].isin(registration()["aside"])]
+    rows = rows[~rows["attack"].isin([*registration()["aside"], "Removed"])]
     means = rows.groupby(["data", "method", "attack"])[list(MEASURES)].mean()
-    found: dict[str, dict[str, str]] = {}
-    for (data, method), part in means.groupby(level=["data", "method"]):
-        values = part.droplevel(["data", "method"])
-        worst = values.drop(index=["Removed"])[["accuracy", "worst_accuracy"]].min()
-        text = f"{values.loc[CLEAN, 'accuracy']:.1f} / {worst.iloc[0]:.1f} / {worst.iloc[1]:.1f}"
-        found.setdefault(str(data), {})[str(method)] = text
-    return pd.DataFrame(found)[list(registration()["data"])].rename_axis("Method")
+    worst = means.groupby(level=["data", "method"]).min()
+    clean = means.xs(CLEAN, level="attack")
+    text = [
+        column.map("{:.1f}".format)
+        for column in (clean["accuracy"], worst["accuracy"], worst["worst_accuracy"])
+    ]
+    table = text[0].str.cat(text[1:], sep=" / ").unstack("data")
+    names = [name for name in registration()["methods"] if name in table.index]
+    return table.loc[names, list(registration()["data"])].rename_axis("Method")
 
 
 def losses() -> pd.DataFrame:
@@ -439,10 +453,10 @@ def main() -> None:
         run_all()
         return
     regrets = worst_regrets(scores_of_test())
-    print("\nWorst regret, points\n\n" + to_markdown(answer(regrets).round(3)))
-    for name in registration()["data"]:
+    print("\nWorst regret, points\n\n" + to_markdown(answer_table()))
+    for name in regrets.index.unique("data"):
         print(f"\n{name}\n\n" + to_markdown(answer(regrets.loc[[name]]).round(3)))
-    print("\nNo attack / worst attack / worst owner\n\n" + to_markdown(accuracies()))
+    print("\nNo attack / worst attack / worst owner\n\n" + to_markdown(accuracy_table()))
     print("\nRivals ahead\n\n" + to_markdown(losses().reset_index().round(3)))
     print("\nBackdoors, success\n\n")
     backdoors = -scores_of_test(aside=True).xs("Backdoor, success", level="column")

@@ -27,7 +27,7 @@ from urllib.parse import urlencode
 import numpy as np
 import pandas as pd
 import tomli_w
-from paper import board, preregistered
+from paper import board, preregistered, preregistered_2
 from paper.adaptive import adaptive_table
 from paper.frontier import frontier_table
 from paper.last_layer import last_layer_table
@@ -415,6 +415,8 @@ def demo_table() -> pd.DataFrame:
 
 TABLES = {
     "demo": demo_table,
+    "second_test": preregistered_2.answer_table,
+    "second_accuracy": preregistered_2.accuracy_table,
     "summary": summary_table,
     "parts": parts_table,
     "losses": losses_table,
