@@ -39,6 +39,8 @@ from tests.peer.members import federated, identities
 
 from fedcb2o.data.sets import arrays
 from fedcb2o.errors import ConfigError, DataError, RunError
+from fedcb2o.federated import trigger_exchange
+from fedcb2o.federated.trigger_exchange import Triggers
 from fedcb2o.nn import parameters
 from fedcb2o.peer import Federation, Identity, _backup, _metrics_server, amend_federation
 from fedcb2o.peer.membership import certificates
@@ -712,6 +714,18 @@ def traces_seeds() -> list[bytes]:
     return [b"seconds_per_sample,online\n0.5,0-10 20-30\n2,\n", b"upload,latency\n1e3,0\n"]
 
 
+def triggers(data: bytes) -> None:
+    """Triggers of a peer."""
+    with suppress(DataError):
+        assert trigger_exchange.from_bytes(data, (3, 9), 5).to_bytes() == data
+
+
+def trigger_seeds() -> list[bytes]:
+    signs = torch.zeros(2, 3, 9, dtype=torch.int8)
+    signs[1, 0, :2] = torch.tensor([1, -1])
+    return [b"", Triggers(signs, torch.tensor([0, 4])).to_bytes()]
+
+
 Target = Callable[[bytes], None]
 TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "arrays": (arrays_file, arrays_seeds),
@@ -734,6 +748,7 @@ TARGETS: dict[str, tuple[Target, Callable[[], list[bytes]]]] = {
     "saved-model": (saved_model, saved_model_seeds),
     "sealed": (sealed, sealed_seeds),
     "traces": (traces_file, traces_seeds),
+    "triggers": (triggers, trigger_seeds),
     "versions": (later_version, later_version_seeds),
     "wire": (wire_messages, wire_seeds),
     "witnesses": (witnesses, witness_seeds),

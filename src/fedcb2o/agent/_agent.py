@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, get_args
 
@@ -28,8 +28,8 @@ from fedcb2o.agent._settings import (
     validation_shard,
 )
 from fedcb2o.data import Shard, features, inputs, sources, transforms, value_range
-from fedcb2o.errors import ConfigError, RunError, describe_type, require
-from fedcb2o.federated import algorithm2, single_agent
+from fedcb2o.errors import ConfigError, DataError, RunError, describe_type, require
+from fedcb2o.federated import algorithm2, single_agent, trigger_exchange
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.agent_group import AgentData
 from fedcb2o.federated.aggregation.base import is_finite
@@ -46,6 +46,7 @@ from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import RunSpec
 from fedcb2o.federated.shortfall import Shortfall
 from fedcb2o.federated.single_agent import ReceivedModel
+from fedcb2o.federated.trigger_exchange import Triggers
 from fedcb2o.nn import batch_norm, parameters
 from fedcb2o.nn.random_evaluation import seed_evaluation_
 from fedcb2o.plugins import PluginChoice, to_python
@@ -274,6 +275,7 @@ class Agent:
         self,
         models: Mapping[Any, Model],
         samples: Mapping[Any, float] | None = None,
+        triggers: Mapping[Any, bytes] | None = None,
     ) -> Decision:
         """Evaluate models, and move the agent's model towards their consensus (lines 3 to 7).
 
@@ -283,6 +285,8 @@ class Agent:
                 keeps its own.
             samples: Number of training samples that each peer claims; by default equal numbers. A
                 table of more peers is possible.
+            triggers: Triggers that each peer published, the bytes of its `triggers`, for the guard
+                `trigger_exchange`. The model of a peer whose bytes are invalid is refused.
 
         Returns:
             The decision. The network has the new model.
@@ -290,7 +294,8 @@ class Agent:
         Raises:
             ConfigError: A name is invalid, or the method cannot use what arrived.
         """
-        for argument, table in (("models", models), ("samples", samples or {})):
+        tables = (("models", models), ("samples", samples or {}), ("triggers", triggers or {}))
+        for argument, table in tables:
             if not isinstance(table, Mapping):
                 raise ConfigError(
                     f"`{argument}` must be a table by the names of peers, got "
@@ -318,6 +323,8 @@ class Agent:
         reasons = [
             self._format.read_(model, buffer[row]) for model, row in zip(by_id, rows, strict=True)
         ]
+        found, malformed = self._read_triggers([(triggers or {}).get(names[id], b"") for id in ids])
+        reasons = [first or second for first, second in zip(reasons, malformed, strict=True)]
         largest = max_abs(buffer, list(rows)).tolist()
         for id, row, unreadable, size in zip(ids, rows, reasons, largest, strict=True):
             name = names[id]
@@ -343,10 +350,11 @@ class Agent:
         if self._judge is not None:
             oracle = JudgeOracle(group, self._judge, self._format)
         with self._evaluation():
+            rule_state = trigger_exchange.with_received(self._state.rule_states[0], found)
             state, decisions = algorithm2.local_aggregation_(
                 group,
                 self.round,
-                self._state,
+                dataclasses.replace(self._state, rule_states=(rule_state,)),
                 lambda asked: single_agent.inbox_of_one(
                     group, self.round, asked.values.tolist(), received
                 ),
@@ -368,6 +376,35 @@ class Agent:
             self._shortfall.add([decisions], np.ones(decisions.agents.max() + 1, dtype=bool))
             self._shortfall.log()
         return decision_of(decisions, observer, {self._peers.own: SELF, **names}, refused)
+
+    def triggers(self) -> bytes:
+        """Return the triggers that the agent tells its peers, with the guard `trigger_exchange`.
+
+        Returns:
+            At most two triggers, those that moved received models most in the last rounds; empty
+            without any.
+        """
+        found = trigger_exchange.published(self._state.rule_states[0])
+        return b"" if found is None else found.to_bytes()
+
+    def _read_triggers(self, messages: Sequence[Any]) -> tuple[list[Triggers], list[str]]:
+        """Return the valid triggers, and the reason to refuse each message, or ""."""
+        if not any(messages):
+            return [], [""] * len(messages)
+        if self._judge is not None or self._spec.algorithm.guards.trigger_exchange is False:
+            raise ConfigError(
+                "`triggers` are for agents with samples and the guard `trigger_exchange`"
+            )
+        found, reasons = [], []
+        for data in messages:
+            reason = ""
+            try:
+                shape = self._validation.x.shape[1:]
+                found.append(trigger_exchange.from_bytes(data, shape, self._spec.num_classes))
+            except DataError as error:
+                reason = str(error)
+            reasons.append(reason)
+        return found, reasons
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return what the agent remembers of its peers, without its network's parameters.

@@ -9,7 +9,8 @@ from fedcb2o.federated.algorithm2 import CriterionWeighing
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.guards.checks import ADMITTED, GUARDS_OF_OUTCOMES, OUTCOMES
 from fedcb2o.federated.run_spec import Algorithm
-from fedcb2o.federated.types import CriterionInput, CriterionValues
+from fedcb2o.federated.trigger_exchange import ExchangeWeighing
+from fedcb2o.federated.types import CriterionInput, CriterionValues, Weighing
 
 SELF = "itself"
 """Key of the agent's own model where it received that, too."""
@@ -51,9 +52,12 @@ class Observer:
         self.inputs: CriterionInput | None = None
         self.values: CriterionValues | None = None
         self.algorithm = algorithm
-        if isinstance(algorithm.weigh, CriterionWeighing):
-            self._original = algorithm.weigh
-            weigh = dataclasses.replace(algorithm.weigh, function=self._observe)
+        exchange = algorithm.weigh if isinstance(algorithm.weigh, ExchangeWeighing) else None
+        original = exchange.weigh if exchange else algorithm.weigh
+        if isinstance(original, CriterionWeighing):
+            self._original = original
+            weigh: Weighing = dataclasses.replace(original, function=self._observe)
+            weigh = dataclasses.replace(exchange, weigh=weigh) if exchange else weigh
             self.algorithm = dataclasses.replace(algorithm, weigh=weigh)
 
     def _observe(self, inputs: CriterionInput) -> CriterionValues:

@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool, Float
 
-from fedcb2o.federated import trial
+from fedcb2o.federated import trial, trigger_exchange
 from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.algorithm2 import next_likelihood, select_peers, track_own_likelihood
 from fedcb2o.federated.contacts import AgentState, CandidatePeers, ContactTable
@@ -26,6 +26,9 @@ from fedcb2o.rng import agent_streams
 @runtime_checkable
 class BatchEngine(Protocol):
     """Computation of the agents in batches; transport of their models."""
+
+    spec: RunSpec
+    batches: list[AgentIds]
 
     def map_batches(
         self, phase: Phase, n: int, *shared: Any, arguments: Sequence[Sequence[Any]] = ()
@@ -61,6 +64,8 @@ def aggregate_batches_(
         contacts = [state.contacts for state in states]
         sampled = engine.map_batches(SAMPLE, n, active, arguments=[contacts])  # line 1
     received = arrive(engine.exchange(n, sampled, deadline))  # line 2
+    if engine.spec.algorithm.guards.trigger_exchange is not False:
+        states = trigger_exchange.deliver(engine.batches, states, received)
     decided = engine.map_batches(  # lines 3 to 6
         DECIDE, n, active, arguments=[states, sampled, received]
     )

@@ -203,7 +203,8 @@ class Algorithm:
         """True if several agents are weighed at once."""
         # Agents have different numbers of tolerated models.
         has_equal_numbers = self.weigh.sees_all or self.guards.loss_tolerance is False
-        return has_equal_numbers and bool(BATCHED.get(self.weigh.function))
+        is_alone = self.weigh.is_stateful
+        return has_equal_numbers and not is_alone and bool(BATCHED.get(self.weigh.function))
 
     @property
     def is_stateful(self) -> bool:

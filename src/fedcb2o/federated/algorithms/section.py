@@ -14,6 +14,7 @@ from fedcb2o.federated.algorithms._fedassay import DEFAULT_GUARDS
 from fedcb2o.federated.guards.checks import NO_GUARDS, Guards
 from fedcb2o.federated.run_spec import Algorithm
 from fedcb2o.federated.sections import Component, Part, key_field
+from fedcb2o.federated.trigger_exchange import ExchangeWeighing
 
 RECOMMENDED = "fedassay"
 """Algorithm of a user who names none."""
@@ -74,6 +75,9 @@ class AlgorithmSection(Component):
         elif self.guards is not None:
             settings["guards"] = False
         algorithm = _with_named_errors(_with_guards(algorithm, guards), part.function)
+        if guards.trigger_exchange is not False:
+            weigh = ExchangeWeighing(algorithm.weigh, guards.trigger_exchange)
+            algorithm = dataclasses.replace(algorithm, weigh=weigh)
         return dataclasses.replace(part, settings=settings), algorithm
 
 

@@ -85,7 +85,7 @@ def worst_perturbation(
     # 1. The first step, for all classes.
     classes = torch.arange(num_classes)
     empty = torch.zeros(len(models.rows), num_classes, *x.shape[1:])
-    signs, effect = _add_pixels(context, models, x, y, empty, classes, ends[0])
+    signs, effect = add_pixels(context, models, x, y, empty, classes, ends[0])
     if steps == 1:
         return signs[torch.arange(len(signs)), effect.argmax(1)]
 
@@ -101,7 +101,7 @@ def worst_perturbation(
     for members, of_group in groups:
         candidates = signs[members, of_group]
         for start, end in itertools.pairwise(ends):
-            candidates, _ = _add_pixels(
+            candidates, _ = add_pixels(
                 context, models[members], x, y, candidates, of_group, end - start
             )
         losses = _mean_losses(context, models[members], x, y, candidates)
@@ -109,7 +109,7 @@ def worst_perturbation(
     return torch.cat(perturbations)
 
 
-def _add_pixels(
+def add_pixels(
     context: AgentContext,
     models: Received,
     x: Float[Tensor, "n *features"],

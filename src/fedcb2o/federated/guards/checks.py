@@ -93,6 +93,15 @@ class Guards(Section):
         ),
     ] = False
 
+    trigger_exchange: Annotated[
+        Annotated[int, Field(ge=1)] | Off,
+        key_field(
+            "weigh: an agent searches the models that it holds for triggers in one of this many "
+            "rounds, and all test what their peers found; "
+            "[against backdoors](criteria.md#exchange-of-triggers)",
+            values="a whole number from 1",
+        ),
+    ] = False
     exit_test: Annotated[
         Annotated[float, Field(gt=0, le=0.5)] | Off,
         key_field(
