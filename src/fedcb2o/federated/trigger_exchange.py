@@ -190,7 +190,7 @@ class ExchangeWeighing:
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights, and the state with the triggers that were useful."""
-        others = {name: tensor for name, tensor in state.items() if name not in _KEYS}
+        others: RuleState = {name: tensor for name, tensor in state.items() if name not in _KEYS}
         output, others = self.weigh(inputs, others)
         weights = output.outcome
         if not isinstance(weights, Tensor) or len(weights) == len(inputs.received.ids):
