@@ -82,7 +82,7 @@ def received(rows):
 
 
 def inputs_of(linear, n=1):
-    """Return the view of an agent whose own model, the last one, has id 0."""
+    """Return the view of an agent with id 0, to whom the last model belongs."""
     count = len(linear.weights) - 1
     own = dataclasses.replace(received([count]), ids=torch.zeros(1, dtype=torch.int64))
     return CriterionInput(
@@ -121,7 +121,7 @@ def test_a_model_that_the_trigger_moves_loses_weight_by_hand(own_worst, referenc
     linear = shifted(BACKDOOR, [], [])
     state = trigger_exchange.with_received(known(own_worst), [one_trigger()])
     output, state = weighing([0.5, 0.3, 0.2])(inputs_of(linear), state)
-    # All 40 samples of other classes move to class 2, none before, and none with the own model.
+    # The trigger moves all 40 samples of other classes to class 2, and none with the last model.
     # A rate of 1 of 60 samples counts as 59/60 in the standard error.
     error = math.sqrt((59 / 60 / 60 + reference * (1 - reference)) / 60)
     factor = math.exp(-20 * (1 - reference - 2 * error))
@@ -147,7 +147,7 @@ def test_a_model_that_the_trigger_moves_loses_weight_by_hand(own_worst, referenc
         pytest.param([BACKDOOR, [], []], one_trigger(pixel=14), id="another pixel"),
     ],
 )
-def test_what_does_not_move_a_model_alone_costs_nothing(models, trigger):
+def test_a_trigger_that_moves_no_model_alone_costs_nothing(models, trigger):
     state = trigger_exchange.with_received(known(), [trigger])
     output, state = weighing([0.5, 0.3, 0.2])(inputs_of(shifted(*models)), state)
     assert output.outcome.tolist() == torch.tensor([0.5, 0.3, 0.2]).tolist()

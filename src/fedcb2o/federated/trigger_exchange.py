@@ -2,8 +2,8 @@
 
 After "Argus" (arXiv 2605.19969). An agent searches the models that it holds in one of
 some rounds, and publishes what it found: a few pixels, and the class to which they lead. A receiver
-stamps them on its own samples and runs the models that it holds. It believes nobody, so that an
-accusation counts as much as what the receiver measures.
+stamps them on its own samples and runs the models that it holds. So an accusation counts as
+much as what the receiver measures, and its sender is not trusted.
 
 r_i(t) is the share of the samples of other classes that model i gives to the class of trigger t,
 less the share without the trigger. The weight of model i is multiplied by
@@ -12,7 +12,7 @@ less the share without the trigger. The weight of model i is multiplied by
 
 and all weights are divided by their sum. w is the rate of the worst trigger for the agent's own
 model, by its own search at the same size. So a trigger that moves the agent's own model as much, as
-a natural feature does, costs nobody weight, nor does one that moves a model no more than a search
+a natural feature does, costs no weight, nor does one that moves a model no more than a search
 moves the agent's own.
 
 In a round an agent tests at most `KEPT` + `INBOX` triggers and, after a search, one per model,
@@ -172,7 +172,7 @@ def deliver(
 
 @dataclass(frozen=True)
 class ExchangeWeighing:
-    """Weights of an algorithm, less those of models that a trigger moves."""
+    """Weights of an algorithm (eq:comp_csp), less those of models that a trigger moves."""
 
     weigh: Weighing
     period: int
