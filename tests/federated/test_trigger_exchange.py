@@ -82,7 +82,7 @@ def received(rows):
 
 
 def inputs_of(linear, n=1):
-    """Return the view of an agent with id 0, to whom the last model belongs."""
+    """Return the view of agent 0, which has the last model."""
     count = len(linear.weights) - 1
     own = dataclasses.replace(received([count]), ids=torch.zeros(1, dtype=torch.int64))
     return CriterionInput(
