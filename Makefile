@@ -4,6 +4,7 @@ BIN := .venv/bin
 CORE := .venv/.core
 STAMP := .venv/.installed
 DOCS := .venv/.docs
+MADE := .venv/.made
 FLOWER := .venv-flower
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --constraint constraints.txt --no-build-isolation
@@ -143,7 +144,9 @@ $(CORE): pyproject.toml constraints.txt
 			echo "fedcb2o needs Python 3.11 or newer, and there is no $(PYTHON): name yours, as in make PYTHON=python3.12" >&2; exit 1; }; \
 		"$(PYTHON)" -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
 			echo "fedcb2o needs Python 3.11 or newer, and $(PYTHON) is $$("$(PYTHON)" --version 2>&1): name another, as in make PYTHON=python3.12" >&2; exit 1; }; \
-		"$(PYTHON)" -m venv --clear .venv; \
+		if { [ -e .venv ] && [ ! -f $(MADE) ]; } || [ -L .venv ]; then \
+			echo "make has not made .venv, and would empty it: move it away, or remove it with make clean" >&2; exit 1; fi; \
+		"$(PYTHON)" -m venv --clear .venv && touch $(MADE); \
 	fi
 	@rm -f $(CORE) $(STAMP)
 	$(PIP) install --constraint constraints.txt hatchling

@@ -80,6 +80,26 @@ def test_defences_and_attacks_are_counted():
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
+@pytest.mark.parametrize("linked", [False, True])
+def test_make_empties_no_environment_of_others(linked, tmp_path):
+    mine = tmp_path / "mine" / "package"
+    mine.parent.mkdir()
+    mine.write_text("kept")
+    folder = tmp_path / "clone"
+    folder.mkdir()
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, folder)
+    if linked:
+        (folder / ".venv").symlink_to(mine.parent)
+    else:
+        mine = shutil.move(mine.parent, folder / ".venv") / mine.name
+    made = subprocess.run(["make", "install"], cwd=folder, capture_output=True, text=True)
+    assert made.returncode != 0
+    assert "make has not made .venv" in made.stderr
+    assert mine.read_text() == "kept"
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="make is missing")
 @pytest.mark.parametrize("command", ["make demo", "make test"])
 def test_make_has_the_target(command, tmp_path):
     (output,) = outputs_of(shell(f"{command} --dry-run -C {ROOT}", tmp_path))
