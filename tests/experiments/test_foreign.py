@@ -307,8 +307,8 @@ def test_flpoison_by_hand(tmp_path):
     )
     listed += "defense NormClipping with noise; defense FLAME."
     assert listed in table["description"]
-    # Three attacks, and baselines of IPM and of the backdoor.
-    assert len(load_grid(path, {"rounds": 2}).cells()) == 4 * (3 + 2)
+    # Three attacks; IPM shares the baseline of the backdoor.
+    assert len(load_grid(path, {"rounds": 2}).cells()) == 4 * (3 + 1)
 
 
 def test_flpoison_local_steps_begin_a_new_momentum():

@@ -273,7 +273,7 @@ def copy_rows_(models: Float[Tensor, "p d"], to: Sequence[int], rows: Sequence[i
     if is_contiguous_range(to):
         models[to[0] : to[0] + len(to)].copy_(gather_rows(models, rows))
     elif models.shape[1] < MIN_FOREACH_SIZE:
-        places, sources = (torch.tensor(list(own), device=models.device) for own in (to, rows))
+        places, sources = (torch.tensor(list(own)).to(models.device) for own in (to, rows))
         models.index_copy_(0, places, models.index_select(0, sources))
     else:
         torch._foreach_copy_([models[k] for k in to], [models[k] for k in rows])
