@@ -15,7 +15,8 @@ import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
 from fedcb2o.federated import trigger_exchange
 from fedcb2o.federated.contacts import AgentState, ContactTable
-from fedcb2o.federated.ragged import AgentIds, Ragged
+from fedcb2o.federated.decisions import Inbox
+from fedcb2o.federated.ragged import AgentIds, Ragged, Rows
 from fedcb2o.federated.trigger_exchange import INBOX, KEPT, QUOTA, ExchangeWeighing, Triggers
 from fedcb2o.federated.types import AgentContext, CriterionInput, Received, RuleOutput
 
@@ -310,7 +311,12 @@ def test_triggers_go_with_the_models_of_their_senders():
             ({"triggers_signs": one_trigger().signs, "triggers_classes": torch.tensor([2])},),
         ),
     ]
-    inboxes = [SimpleNamespace(ids=Ragged.from_arrays([np.array(ids)])) for ids in ([5], [3])]
+    inboxes = [
+        Inbox(
+            Ragged.from_arrays([np.array([id])]), Rows(np.array([0])), np.ones(1), np.ones(1, int)
+        )
+        for id in (5, 3)
+    ]
     agents = [AgentIds(np.array([3])), AgentIds(np.array([5]))]
     first, second = trigger_exchange.deliver(agents, states, inboxes)
     assert first.rule_states[0]["triggers_received_classes"].tolist() == [2]

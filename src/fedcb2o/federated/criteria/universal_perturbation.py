@@ -183,7 +183,7 @@ def _classes_per_pass(y: Int[Tensor, " n"]) -> int:
 
 
 def paint(
-    x: Shaped[Tensor, "..."], *, signs: Float[Tensor, "..."], value_range: ValueRange | None = None
+    x: Shaped[Tensor, "..."], *, signs: Shaped[Tensor, "..."], value_range: ValueRange | None = None
 ) -> Shaped[Tensor, "..."]:
     """Paint pixels white or black by the sign of `signs`, which broadcast to the images."""
     black, white = value_range or pixel_range(x)
