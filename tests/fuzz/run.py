@@ -15,6 +15,11 @@ try:
 except ImportError:
     sys.exit("fuzzing needs atheris: make fuzz installs it, on Linux with Python 3.11 to 3.13")
 
+import torch
+
+# A copy of this process waits for ever for threads that torch has started in the original.
+torch.set_num_threads(1)
+
 with atheris.instrument_imports(include=["fedcb2o", "http", "tarfile", "tomllib"]):
     from tests.fuzz import targets
 
