@@ -26,7 +26,7 @@ import fedcb2o
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "trial" / "values.csv"
 MEASURES = ("accuracy", "worst_accuracy", "tenth_accuracy", "success", "alone")
-SEEDS = (5000, 5001)
+SEEDS = (5000, 5001, 5002, 5003, 5004)
 METHODS: dict[str, dict[str, Any]] = {
     "alone": {"algorithm": {"name": "local_training"}},
     "FedAssay": {},
@@ -36,10 +36,10 @@ ATTACKS: dict[str, dict[str, Any]] = {"none": {"agents.malicious_role": "clean"}
 FLIP = {"attack": {"name": "label_flip", "source": 5, "target": 6}}
 TUNING = {"evaluate_on": "tuning"}
 SETTINGS: dict[str, tuple[str, dict[str, Any], int]] = {
-    "digits": ("digits-fedassay", {**DIGITS, **FLIP, **TUNING}, 2),
-    "Dirichlet 0.5": ("digits-fedassay", {**skewed(0.5), **FLIP, **TUNING}, 2),
-    "HAPT": ("har-fedassay", {}, 2),
-    "shops": ("fashion-shops-fedassay", {}, 1),
+    "digits": ("digits-fedassay", {**DIGITS, **FLIP, **TUNING}, 5),
+    "Dirichlet 0.5": ("digits-fedassay", {**skewed(0.5), **FLIP, **TUNING}, 5),
+    "HAPT": ("har-fedassay", {}, 4),
+    "shops": ("fashion-shops-fedassay", {}, 2),
 }
 """Preset, changes of it, and number of seeds."""
 
