@@ -322,7 +322,8 @@ def wire_messages(data: bytes) -> None:
 
 def wire_seeds() -> list[bytes]:
     found = vectors()
-    return [*found.values(), b"200\n" + found["a hello"], b"503\n"]
+    offer = protocol.encode_offer(b"signed", [(1, 2, bytes(32))], bytes(82))
+    return [*found.values(), offer, b"200\n" + found["a hello"], b"503\n"]
 
 
 def hello(data: bytes) -> None:
@@ -555,7 +556,7 @@ def witnesses(data: bytes) -> None:
         ledger = Ledger(folder, world().first)
         ledger.record(_manifest(bytes(8)).to_signed_bytes(world().other.sign))
         with suppress(MalformedError):
-            signed, digests = protocol.decode_offer(data)
+            signed, digests, _ = protocol.decode_offer(data)
             ledger.record(signed)
             for agent, n, digest in ledger.find_conflicts(digests)[:8]:
                 ledger.prove(agent, n, {digest: signed, bytes(32): data})

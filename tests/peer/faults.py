@@ -5,6 +5,11 @@ import resource
 import signal
 import time
 
+import numpy as np
+import torch
+
+from fedcb2o.federated import trigger_exchange
+
 
 def lease(seconds: float) -> None:
     """Consider a link as down after `seconds` without a sign of life."""
@@ -54,6 +59,25 @@ def slow(seconds: float) -> None:
         return train_(engine, n)
 
     PeerEngine.train_ = train_slowly_
+
+
+def accuse(*, signs: bool) -> None:
+    """Publish two random triggers of 8 by 8 pixels in each round, with or without a signature."""
+    from fedcb2o.federated.trigger_exchange import Triggers
+    from fedcb2o.peer.node import publisher
+
+    draw = np.random.default_rng(0)
+
+    def random_triggers(state) -> bytes:
+        pixels = np.zeros((2, 64), np.int8)
+        for row in pixels:
+            row[draw.choice(64, 2, replace=False)] = draw.choice([-1, 1], 2)
+        classes = torch.from_numpy(draw.integers(10, size=2))
+        return Triggers(torch.from_numpy(pixels).view(2, 8, 8), classes).to_bytes()
+
+    trigger_exchange.published_bytes = random_triggers
+    if not signs:
+        publisher.sign_triggers = lambda triggers, manifest, sign: triggers + bytes(64)
 
 
 def command(log, *arguments: object) -> None:

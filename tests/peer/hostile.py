@@ -31,6 +31,7 @@ from fedcb2o.peer.wire.protocol import (
     decode_offer,
     decode_request,
     encode_offer,
+    sign_triggers,
 )
 from fedcb2o.peer.wire.transport import Reply, Transport
 
@@ -94,8 +95,10 @@ class Liar:
         )
         return replace(honest, **changes)
 
-    def offered(self, request: Request, signed: bytes, digests: Sequence[Any] = ()) -> Answer:
-        return Answer(AnswerStatus.OK, encode_offer(signed, digests))
+    def offered(
+        self, request: Request, signed: bytes, digests: Sequence[Any] = (), triggers: bytes = b""
+    ) -> Answer:
+        return Answer(AnswerStatus.OK, encode_offer(signed, digests, triggers))
 
     def signed(self, request: Request, manifest: Manifest, **options: Any) -> Answer:
         return self.offered(request, manifest.to_signed_bytes(self.identity.sign), **options)
@@ -272,6 +275,55 @@ contents("big-endian", "bound", "not finite")(
     lambda dim: np.random.default_rng(0).normal(size=dim).astype(">f4")
 )
 contents("64 false digests", "not finite")(lambda dim: np.full(dim, -np.inf, "<f4"))
+
+
+# Triggers next to a valid manifest; `triggers` are two of 8 by 8 pixels.
+
+
+def triggers(name: str, *reasons: str) -> Any:
+    def named(change: Callable[[Liar, Manifest, bytes], bytes]) -> None:
+        def answer(liar: Liar, request: Request) -> Iterable[Sent]:
+            content = bytes(4 * liar.dim)
+            manifest = liar.manifest(request, content)
+            liar.content[manifest.digest] = name, content
+            yield liar.signed(request, manifest, triggers=change(liar, manifest, TWO_TRIGGERS))
+
+        lie(name, *reasons)(answer)
+
+    return named
+
+
+TWO_TRIGGERS = 2 * (bytes([7, 0, 0b1001]) + bytes(15))
+
+triggers("three triggers", "triggers")(
+    lambda liar, manifest, two: sign_triggers(two + two[:18], manifest, liar.identity.sign)
+)
+triggers("half a trigger", "triggers")(
+    lambda liar, manifest, two: sign_triggers(two[:9], manifest, liar.identity.sign)
+)
+triggers("triggers of random bytes", "triggers")(
+    lambda liar, manifest, two: sign_triggers(
+        b"\7" + bytes([255] * 17), manifest, liar.identity.sign
+    )
+)
+triggers("triggers to a class that is none", "triggers")(
+    lambda liar, manifest, two: sign_triggers(b"\12" + two[1:], manifest, liar.identity.sign)
+)
+triggers("unsigned triggers", "triggers")(
+    lambda liar, manifest, two: two + secrets.token_bytes(SIGNATURE_BYTES)
+)
+triggers("triggers without a signature", "triggers")(lambda liar, manifest, two: two)
+triggers("triggers of another round", "triggers")(
+    lambda liar, manifest, two: sign_triggers(
+        two, replace(manifest, round=manifest.round - 1), liar.identity.sign
+    )
+)
+triggers("triggers signed for something else", "triggers")(
+    lambda liar, manifest, two: two + liar.identity.sign(manifest.digest + two)
+)
+triggers("a megabyte of triggers", "malformed")(
+    lambda liar, manifest, two: sign_triggers(bytes(2**20), manifest, liar.identity.sign)
+)
 
 
 # Chunks that do not match their manifest.

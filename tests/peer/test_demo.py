@@ -68,7 +68,7 @@ def refusal_reason(attacker, n):
     """Return why a receiver refuses the attacker's model of round n."""
     body = request_body(attacker, RequestKind.MANIFEST, round=n)
     try:
-        signed, _ = protocol.decode_offer(body)
+        signed, *_ = protocol.decode_offer(body)
     except protocol.MalformedError as error:
         return error.reason
     codec = RawCodec(DIM)

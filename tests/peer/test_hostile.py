@@ -1,6 +1,7 @@
 """Invalid answers of a hostile member, and equivocation among real nodes, as processes."""
 
 import signal
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from tests.peer.nodes import Nodes, nodes
 from tests.peer.wire import Wire
 from tests.tiny import run_cli
 
+from fedcb2o.federated import trigger_exchange
 from fedcb2o.nn import parameters
 from fedcb2o.peer import read_federation
 from fedcb2o.peer.node.agent import build_network
@@ -25,6 +27,7 @@ CHANGES = {
     "agents": {"benign": 3, "malicious": 1, "budget": 3},
 }
 LIAR = 3  # the hostile member
+READ_TRIGGERS = partial(trigger_exchange.from_bytes, shape=(8, 8), num_classes=10)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +55,29 @@ def test_each_invalid_answer_is_refused_with_its_reason(lie, meeting, tmp_path):
     transport = wire.agent(LIAR)
     transport.serve(hostile.Liar(federation, orgs[LIAR], lie, transport).on_request)
     ledger = Ledger(tmp_path, federation)
-    client = PeerClient(federation, orgs[0], wire.agent(0), ledger, RawCodec(dim), dim)
+    client = PeerClient(
+        federation, orgs[0], wire.agent(0), ledger, RawCodec(dim), dim, read_triggers=READ_TRIGGERS
+    )
     arrivals, refused = client.fetch(9, {LIAR: torch.zeros(dim)}, 60.0)
     assert not arrivals
     assert refused[LIAR] in hostile.LIES[lie][0]
+
+
+@pytest.mark.parametrize("read", [READ_TRIGGERS, None])
+def test_signed_triggers_arrive_with_their_model(read, meeting, tmp_path):
+    """Agents without the guard ignore them."""
+    federation, orgs, wire, dim = meeting
+    server = Server(federation, 2, orgs[2], Ledger(tmp_path / "2", federation), hello_content=dict)
+    wire.agent(2).serve(server.on_request)
+    journal, codec = SigningJournal(tmp_path), RawCodec(dim)
+    publisher = ModelPublisher(federation, orgs[2], codec, journal, server, print)
+    ledger = Ledger(tmp_path / "0", federation)
+    client = PeerClient(federation, orgs[0], wire.agent(0), ledger, codec, dim, read_triggers=read)
+    publisher.publish(9, torch.zeros(dim), 1, hostile.TWO_TRIGGERS)
+    found = client.fetch(9, {2: torch.zeros(dim)}, 60.0)[0][2].triggers
+    assert (found.to_bytes() if read else found) == (hostile.TWO_TRIGGERS if read else None)
+    publisher.publish(10, torch.zeros(dim), 1)
+    assert client.fetch(10, {2: torch.zeros(dim)}, 60.0)[0][2].triggers is None
 
 
 @pytest.fixture

@@ -6,13 +6,14 @@ import json
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from tests.agents import ALL_GUARDS, GUARDS
-from tests.peer import members
+from tests.peer import faults, members
 from tests.peer.nodes import nodes
 from tests.peer.waiting import Clock
 from tests.peer.wire import Wire
@@ -21,8 +22,9 @@ import fedcb2o
 from fedcb2o.data import digits
 from fedcb2o.errors import ConfigError, DataError, RunError
 from fedcb2o.experiments.config.loading import load
+from fedcb2o.federated import trigger_exchange
 from fedcb2o.peer.membership import federation
-from fedcb2o.peer.node import agent, engine, peer_monitor
+from fedcb2o.peer.node import agent, engine, peer_monitor, publisher
 from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.node.publisher import ModelPublisher
@@ -167,6 +169,58 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
     models, _ = simulation_of(tmp_path / "simulation", settings)
     for j in range(6):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+
+
+EXCHANGE = {"name": "fedassay", "guards": {"trigger_exchange": 2}}
+
+
+@pytest.mark.parametrize("name", ["backdoor", pytest.param("sign_flip", marks=pytest.mark.slow)])
+def test_peers_that_exchange_triggers_reproduce_the_simulation(name, tmp_path, monkeypatch):
+    # Models of few samples are moved by less.
+    monkeypatch.setattr(trigger_exchange, "_LEAST_RATE", 0.0)
+    monkeypatch.setattr(trigger_exchange, "_ERRORS", 0.0)
+    sizes = []
+    sign = publisher.sign_triggers
+
+    def count(triggers, *others):
+        sizes.append(len(triggers))
+        return sign(triggers, *others)
+
+    monkeypatch.setattr(publisher, "sign_triggers", count)
+    attack = (
+        {"name": "backdoor", "target": 7, "share": 0.8} if name == "backdoor" else {"name": name}
+    )
+    changes = {**CHANGES, "attack": attack, "algorithm": EXCHANGE}
+    settings, peers = in_memory(tmp_path, 6, changes)
+    run_all(peers)
+    assert set(sizes) == {18, 36}
+    models, _ = simulation_of(tmp_path / "simulation", settings)
+    for j in range(6):
+        assert_same(model_of(tmp_path / f"out-{j}"), models[j])
+
+
+@pytest.mark.parametrize("signs", [True, False])
+def test_false_triggers_change_no_bit_and_forged_ones_are_refused(signs, tmp_path):
+    """One of three processes accuses everybody."""
+    changes = {"rounds": 4, "agents": {"benign_samples": 40}, "algorithm": EXCHANGE}
+    with nodes(tmp_path, 3, changes=changes, synchronous=True, deadline_seconds=60.0) as peers:
+        peers.start(0, 1)
+        peers.start(2, prepare=partial(faults.accuse, signs=signs))
+        assert peers.wait() == [0] * 3, [peers.log(j) for j in range(3)]
+        refused = [peers.lines(j)[n]["refused"] for j in range(2) for n in range(4)]
+        if not signs:
+            assert refused == [{"2": "triggers"}] * 8
+            return
+        assert refused == [{}] * 8
+        models, _ = simulation_of(tmp_path / "simulation", peers.simulate)
+        for j in range(3):
+            assert_same(peers.model(j), models[j])
+
+
+def test_private_training_refuses_the_exchange_of_triggers(tmp_path):
+    changes = {"algorithm": EXCHANGE, "training": {"privacy": {"epsilon": 3.0}}}
+    with pytest.raises(ConfigError, match=r"epsilon of `training\.privacy` does not hold"):
+        in_memory(tmp_path / "private", 3, changes)
 
 
 @pytest.mark.parametrize("buffers", [pytest.param("shared", marks=pytest.mark.slow), "local"])

@@ -194,9 +194,23 @@ def test_a_manifest_of_another_agent_is_refused(orgs, federation, manifest):
 
 def test_a_signature_is_valid_for_one_context_only(orgs, federation, manifest):
     body = manifest.body
+    digest = manifest.digest
+    assert protocol.verify_triggers(
+        b"ab" + orgs[1].sign(b"fedcb2o triggers v1\0" + digest + b"ab"), manifest, orgs[1].member
+    )
+    for prefix in (protocol.MANIFEST_CONTEXT, protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT):
+        with pytest.raises(MalformedError, match="triggers"):
+            protocol.verify_triggers(
+                b"ab" + orgs[1].sign(prefix + digest + b"ab"), manifest, orgs[1].member
+            )
     for prefix in (protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT, b""):
         assert refusal_reason(body + orgs[1].sign(prefix + body), federation) == "signature"
-    contexts = [protocol.MANIFEST_CONTEXT, protocol.REQUEST_CONTEXT, protocol.HELLO_CONTEXT]
+    contexts = [
+        protocol.MANIFEST_CONTEXT,
+        protocol.REQUEST_CONTEXT,
+        protocol.HELLO_CONTEXT,
+        protocol.TRIGGERS_CONTEXT,
+    ]
     assert not any(one != other and one.startswith(other) for one in contexts for other in contexts)
 
 
@@ -337,12 +351,15 @@ def test_a_sealed_answer_is_decoded_without_a_copy():
 
 def test_an_offer_has_a_manifest_and_at_most_64_digests():
     digests = [(k, k + 1, bytes([k]) * 32) for k in range(64)]
-    assert decode_offer(encode_offer(b"signed", digests)) == (b"signed", digests)
-    assert decode_offer(memoryview(encode_offer(b"signed"))) == (b"signed", [])
+    assert decode_offer(encode_offer(b"signed", digests)) == (b"signed", digests, b"")
+    assert decode_offer(memoryview(encode_offer(b"signed"))) == (b"signed", [], b"")
     longest = encode_offer(
-        bytes(protocol.MAX_MANIFEST_BYTES), [(2**32 - 1, 2**32 - 1, bytes(32))] * 64
+        bytes(protocol.MAX_MANIFEST_BYTES),
+        [(2**32 - 1, 2**32 - 1, bytes(32))] * 64,
+        bytes(protocol.MAX_TRIGGERS_BYTES),
     )
     assert len(decode_offer(longest)[0]) == protocol.MAX_MANIFEST_BYTES
+    assert len(decode_offer(longest)[2]) == protocol.MAX_TRIGGERS_BYTES
 
     def offer(**changes: object) -> bytes:
         return json.dumps({"manifest": "YQ==", "seen": [], **changes}).encode()
@@ -357,6 +374,9 @@ def test_an_offer_has_a_manifest_and_at_most_64_digests():
         offer(manifest="a"),
         offer(manifest=7),
         offer(manifest="é"),
+        encode_offer(b"signed", [], bytes(protocol.MAX_TRIGGERS_BYTES + 1)),
+        offer(triggers="a"),
+        offer(triggers=None),
         offer(seen=7),
         offer(seen=[[1, 2]]),
         offer(seen=[[1, 2, "zz" * 32]]),
@@ -534,7 +554,7 @@ def test_documented_requests_and_answers_equal_the_encoded_ones(keys, documented
         )  # fmt: skip
         assert request.encode(keys[0].sign) == data
         keys[0].public_key().verify(signature, b"fedcb2o request v2\0" + body)
-    assert decode_offer(VECTORS["offer"]) == (VECTORS["manifest"], [(2, 6, other)])
+    assert decode_offer(VECTORS["offer"]) == (VECTORS["manifest"], [(2, 6, other)], b"")
     assert encode_offer(VECTORS["manifest"], [(2, 6, other)]) == VECTORS["offer"]
     nonce = decode_request(texts["hello"].encode())[0].nonce
     hello = decode_hello(VECTORS["hello"], nonce, documented_federation.members[1])
@@ -587,6 +607,7 @@ def test_documented_limits_match_the_code():
         "bytes of an answer": dialer.MAX_ANSWER_BYTES,
         "chunks of a model": protocol.MAX_CHUNKS,
         "digests next to a manifest": protocol.MAX_DIGESTS,
+        "bytes of triggers with their signature": protocol.MAX_TRIGGERS_BYTES,
         "nonces of a member that are remembered": pace.MAX_NONCES,
     }
     for max_bytes in (protocol.MAX_OFFER_BYTES, protocol.MAX_HELLO_BYTES, CHUNK_BYTES):

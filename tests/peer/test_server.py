@@ -88,7 +88,7 @@ def test_a_model_is_downloaded_by_its_manifest_and_chunks(scene, federation):
     answer = scene.ask(server, scene.request(RequestKind.MANIFEST, round=7))
     assert answer.status is AnswerStatus.OK
     offer_bytes = len(answer.body)
-    signed, digests = decode_offer(answer.body)
+    signed, digests, _ = decode_offer(answer.body)
     manifest = decode_manifest(signed)[0]
     assert (manifest.round, manifest.size) == (7, len(content))
     assert digests == [

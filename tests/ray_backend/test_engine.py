@@ -1,7 +1,7 @@
 """A cluster computes the same bits as one machine."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -28,12 +28,13 @@ from tests.simulation.test_rounds import POISONED, flip, found_by
 from torch import nn
 
 from fedcb2o.errors import RunError
-from fedcb2o.federated import algorithms, attacks, topology
+from fedcb2o.federated import algorithms, attacks, topology, trigger_exchange
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.run_spec import KernelConfig
+from fedcb2o.federated.trigger_exchange import ExchangeWeighing
 from fedcb2o.federated.types import stateful
 from fedcb2o.nn.memory_layout import ChannelsLast
 from fedcb2o.parallel._executors import SerialExecutor
@@ -247,6 +248,29 @@ def test_rule_states_stay_with_the_agents(cluster):
     for state_a, state_b in zip(*(each.rule_states for each in pairs), strict=True):
         assert state_a.keys() == state_b.keys()
         assert all(state_a[name].equal(state_b[name]) for name in state_a)
+
+
+def exchanging():
+    algorithm = algorithms.fedcb2o(own_model="judged", mixing_factor=1.0)
+    algorithm = with_guards(algorithm, trigger_exchange=2)
+    return replace(algorithm, weigh=ExchangeWeighing(algorithm.weigh, 2))
+
+
+def test_cluster_agrees_with_exchanged_triggers(cluster, monkeypatch):
+    counts = []
+    write = trigger_exchange.with_received
+
+    def count(state, received):
+        counts.append(sum(len(triggers) for triggers in received if triggers is not None))
+        return write(state, received)
+
+    monkeypatch.setattr(trigger_exchange, "with_received", count)
+    training = TRAINING.model_copy(update={"gamma": 0.5, "local_epochs": 3})
+    assert_cluster_agrees(
+        cluster, exchanging, backdoor, training=training, participation=0.8, rounds=4, counts=[3]
+    )
+    half = len(counts) // 2  # of each run, whose batches have another order
+    assert sum(counts[:half]) == sum(counts[half:]) > 0
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 3])

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -323,7 +323,9 @@ class Agent:
         reasons = [
             self._format.read_(model, buffer[row]) for model, row in zip(by_id, rows, strict=True)
         ]
-        found, malformed = self._read_triggers([(triggers or {}).get(names[id], b"") for id in ids])
+        found, malformed = self._read_triggers(
+            {id: (triggers or {}).get(names[id], b"") for id in ids}
+        )
         reasons = [first or second for first, second in zip(reasons, malformed, strict=True)]
         largest = max_abs(buffer, list(rows)).tolist()
         for id, row, unreadable, size in zip(ids, rows, reasons, largest, strict=True):
@@ -350,13 +352,12 @@ class Agent:
         if self._judge is not None:
             oracle = JudgeOracle(group, self._judge, self._format)
         with self._evaluation():
-            rule_state = trigger_exchange.with_received(self._state.rule_states[0], found)
             state, decisions = algorithm2.local_aggregation_(
                 group,
                 self.round,
-                dataclasses.replace(self._state, rule_states=(rule_state,)),
+                self._state,
                 lambda asked: single_agent.inbox_of_one(
-                    group, self.round, asked.values.tolist(), received
+                    group, self.round, asked.values.tolist(), received, found
                 ),
                 oracle=oracle,
             )
@@ -384,23 +385,22 @@ class Agent:
             At most two triggers, those that moved received models most in the last rounds; empty
             without any.
         """
-        found = trigger_exchange.published(self._state.rule_states[0])
-        return b"" if found is None else found.to_bytes()
+        return trigger_exchange.published_bytes(self._state.rule_states[0])
 
-    def _read_triggers(self, messages: Sequence[Any]) -> tuple[list[Triggers], list[str]]:
-        """Return the valid triggers, and the reason to refuse each message, or ""."""
-        if not any(messages):
-            return [], [""] * len(messages)
+    def _read_triggers(self, messages: Mapping[int, Any]) -> tuple[dict[int, Triggers], list[str]]:
+        """Return the valid triggers by id, and the reason to refuse each message, or ""."""
+        if not any(messages.values()):
+            return {}, [""] * len(messages)
         if self._judge is not None or self._spec.algorithm.guards.trigger_exchange is False:
             raise ConfigError(
                 "`triggers` are for agents with samples and the guard `trigger_exchange`"
             )
-        found, reasons = [], []
-        for data in messages:
+        found, reasons = {}, []
+        for id, data in messages.items():
             reason = ""
             try:
                 shape = self._validation.x.shape[1:]
-                found.append(trigger_exchange.from_bytes(data, shape, self._spec.num_classes))
+                found[id] = trigger_exchange.from_bytes(data, shape, self._spec.num_classes)
             except DataError as error:
                 reason = str(error)
             reasons.append(reason)

@@ -26,7 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from fedcb2o import consensus
-from fedcb2o.federated import trial
+from fedcb2o.federated import trial, trigger_exchange
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -87,6 +87,7 @@ def local_aggregation_(
     A = sample_peers(agent, P, n)
     # Line 2: download theta^i, i in A
     inbox = download(A)
+    rule_state = trigger_exchange.with_received(rule_state, inbox.triggers)
     # Guards: the trial, after which an agent may stay alone
     rule_state = trial.advance(agent, 0, n, rule_state)
     if trial.has_left(rule_state):

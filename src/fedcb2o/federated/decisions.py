@@ -28,12 +28,17 @@ _PER_AGENT = ("agents", "own_weight", "factor", "own_loss", "previous_weight", "
 
 @dataclass(frozen=True)
 class Inbox:
-    """Senders, buffer rows and clipped claims of samples of models that agents received."""
+    """Senders, buffer rows and clipped claims of samples of models that agents received.
+
+    `triggers` has what the senders published next to their models, for the guard
+    `trigger_exchange`: None without any, and nothing in a simulation's batches.
+    """
 
     ids: Ragged
     rows: Rows
     num_samples: Float[np.ndarray, " m"]
     round: Int[np.ndarray, " m"]
+    triggers: Sequence[Any] = ()
 
     def __len__(self) -> int:
         return len(self.ids)

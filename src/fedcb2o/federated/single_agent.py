@@ -57,11 +57,16 @@ def with_candidates(
 
 
 def inbox_of_one(
-    agent: AgentGroup, n: int, asked: Collection[int], models: Mapping[int, ReceivedModel]
+    agent: AgentGroup,
+    n: int,
+    asked: Collection[int],
+    models: Mapping[int, ReceivedModel],
+    triggers: Mapping[int, Any] | None = None,
 ) -> Inbox:
     """Return the inbox of an agent, in the order of the senders' ids.
 
-    Its own model is one if it sampled itself. Claims above `max_samples` are clipped.
+    Its own model is one if it sampled itself. Claims above `max_samples` are clipped. Triggers of
+    agents without a model are left out.
     """
     own = int(agent.agents[0])
     received = dict(models)
@@ -71,4 +76,7 @@ def inbox_of_one(
     columns = np.array([received[i] for i in ids], dtype=float).reshape(-1, 3)
     rows, rounds = columns[:, [0, 2]].astype(np.int64).T
     claims = np.minimum(columns[:, 1], agent.spec.max_samples)
-    return Inbox(Ragged.from_arrays([np.array(ids, np.int64)]), Rows(rows), claims, rounds)
+    published = [(triggers or {}).get(id) for id in ids]
+    return Inbox(
+        Ragged.from_arrays([np.array(ids, np.int64)]), Rows(rows), claims, rounds, published
+    )

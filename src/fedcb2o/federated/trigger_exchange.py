@@ -98,8 +98,8 @@ def from_bytes(data: Any, shape: Sequence[int], num_classes: int) -> Triggers:
     if not isinstance(data, bytes):
         raise DataError(f"triggers are bytes, got {describe_type(data)}")
     count = math.prod(shape)
-    length = 2 + -(-count // _PIXELS_PER_BYTE)
-    if len(data) % length or len(data) > QUOTA * length:
+    length = max_bytes(shape) // QUOTA
+    if len(data) % length or len(data) > max_bytes(shape):
         raise DataError(
             f"triggers for samples of shape {tuple(shape)} have {length} bytes each, and at most "
             f"{QUOTA} come from one sender: got {len(data)} bytes"
@@ -125,6 +125,11 @@ def from_bytes(data: Any, shape: Sequence[int], num_classes: int) -> Triggers:
     return triggers
 
 
+def max_bytes(shape: Sequence[int]) -> int:
+    """Return the largest number of bytes of one sender's triggers for samples of a shape."""
+    return QUOTA * (2 + -(-math.prod(shape) // _PIXELS_PER_BYTE))
+
+
 def max_pixels(shape: Sequence[int]) -> int:
     """Return the largest number of pixels that a trigger paints."""
     return max(2, math.prod(shape[-2:]) // _PAINTED)
@@ -135,6 +140,23 @@ def published(state: RuleState) -> Triggers | None:
     if _SIGNS not in state:
         return None
     return Triggers(state[_SIGNS], state[_CLASSES])[:QUOTA]
+
+
+def published_part(state: RuleState) -> RuleState:
+    """Return the part of a state with the triggers that `published` returns; empty without any."""
+    triggers = published(state)
+    return {} if triggers is None else {_SIGNS: triggers.signs, _CLASSES: triggers.classes}
+
+
+def received_part(state: RuleState) -> RuleState:
+    """Return the part of a state that `with_received` wrote."""
+    return {key: state[key] for key in _STORED[1] if key in state}
+
+
+def published_bytes(state: RuleState) -> bytes:
+    """Return the bytes of the most useful triggers of an agent; empty without any."""
+    triggers = published(state)
+    return b"" if triggers is None else triggers.to_bytes()
 
 
 def with_received(state: RuleState, received: Sequence[Triggers | None]) -> RuleState:

@@ -17,7 +17,6 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.errors import ConfigError
 from fedcb2o.federated.agent_group import AgentGroup, Phase
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -60,8 +59,6 @@ class RayEngine:
         handles: Sequence[Any],
         node_ids: Sequence[str],
     ) -> None:
-        if group.spec.algorithm.guards.trigger_exchange is not False:
-            raise ConfigError("`guards.trigger_exchange` does not run on Ray: leave one out")
         self.group = group
         self.spec = group.spec
         self.handles = list(handles)

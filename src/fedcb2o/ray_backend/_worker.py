@@ -16,6 +16,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from fedcb2o.federated import trigger_exchange
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentGroup, BufferLayout, Phase
 from fedcb2o.federated.contacts import AgentState
@@ -117,19 +118,23 @@ class AgentWorker:
         """
         if not phase.calls_rules or not self.engine.spec.algorithm.is_stateful:
             return self.engine.map_batches(phase, *shared, arguments=arguments)
-        # States of rules can be as large as all models. The driver gets empty ones, and gives its
-        # own in the first call only: after the start, or from a checkpoint.
+        # States of rules can be as large as all models. The driver gets the triggers in them, and
+        # gives its own in the first call only: after the start, or from a checkpoint.
         states, *others = arguments
         local = []
         for agents, state in zip(self.engine.batches, states, strict=True):
             pairs = zip(agents.tolist(), state.rule_states, strict=True)
-            kept = tuple(self.states.get(agent, initial) for agent, initial in pairs)
+            kept = tuple(
+                {**self.states.get(agent, initial), **trigger_exchange.received_part(initial)}
+                for agent, initial in pairs
+            )
             local.append(AgentState(state.contacts, kept))
         results = self.engine.map_batches(phase, *shared, arguments=[local, *others])
         sent = []
         for agents, (state, decisions) in zip(self.engine.batches, results, strict=True):
             self.states.update(zip(agents.tolist(), state.rule_states, strict=True))
-            sent.append((AgentState(state.contacts, ({},) * len(agents)), decisions))
+            published = tuple(trigger_exchange.published_part(kept) for kept in state.rule_states)
+            sent.append((AgentState(state.contacts, published), decisions))
         return sent
 
     def craft_models(

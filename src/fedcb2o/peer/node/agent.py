@@ -7,8 +7,9 @@ and attacks if it is malicious there.
 
 import dataclasses
 import secrets
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,7 @@ from fedcb2o.experiments.config.loading import load
 from fedcb2o.experiments.config.network import build_module, check_model_memory, initial_model
 from fedcb2o.experiments.config.prepared_seed import build_run_spec, prepare_seed
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import single_agent
+from fedcb2o.federated import single_agent, trigger_exchange
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentData, AgentGroup
 from fedcb2o.federated.evaluation.metrics import AttackGoal
@@ -49,6 +50,7 @@ from fedcb2o.kernels import _autotune
 from fedcb2o.nn import parameters
 from fedcb2o.peer.membership._agreement import make_federation
 from fedcb2o.peer.membership.federation import Federation, read_federation
+from fedcb2o.peer.wire.protocol import MAX_TRIGGERS_BYTES, SIGNATURE_BYTES
 from fedcb2o.safe_files import check_regular
 
 _MODEL_COPIES = 7
@@ -80,6 +82,25 @@ class AgentSetup:
         """Build a group of one, with memory for a round's models."""
         return single_agent.agent_group(
             self.spec, self.data, self.adversary, num_received=self.spec.max_asked
+        )
+
+    def trigger_reader(self) -> Callable[[bytes], Any] | None:
+        """Return the reader of peers' triggers; None without the guard `trigger_exchange`."""
+        spec, shape = self.spec, self.data.samples.x.shape[1:]
+        if spec.algorithm.guards.trigger_exchange is False:
+            return None
+        if spec.training.privacy is not None:
+            raise ConfigError(
+                "`guards.trigger_exchange` publishes what it finds with the agent's samples, for "
+                "which the epsilon of `training.privacy` does not hold: leave one out"
+            )
+        if trigger_exchange.max_bytes(shape) + SIGNATURE_BYTES > MAX_TRIGGERS_BYTES:
+            raise ConfigError(
+                f"`guards.trigger_exchange` has no room for triggers of shape {tuple(shape)}: take "
+                "smaller images, or leave it out"
+            )
+        return partial(
+            trigger_exchange.from_bytes, shape=tuple(shape), num_classes=spec.num_classes
         )
 
 

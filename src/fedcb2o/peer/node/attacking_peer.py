@@ -73,7 +73,9 @@ class AttackingPeer(PeerEngine):
         self._offer(
             n,
             {
-                receiver: self.publisher.snapshot(n, self.group.models[row], int(claim))
+                receiver: self.publisher.snapshot(
+                    n, self.group.models[row], int(claim), self.triggers
+                )
                 for receiver, row, claim in pairs
             },
         )
@@ -106,5 +108,5 @@ class AttackingPeer(PeerEngine):
         """Offer the trained model to all peers except those with a model of their own, or none."""
         num_samples = int(self.group.data.train.sizes[0])
         # Without the journal: an attacker signs several models for one round.
-        snapshot = self.publisher.snapshot(n, self._own_model(), num_samples)
+        snapshot = self.publisher.snapshot(n, self._own_model(), num_samples, self.triggers)
         self.publisher.server.publish(snapshot, overrides)

@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from fedcb2o.federated import algorithm2, single_agent
+from fedcb2o.federated import algorithm2, single_agent, trigger_exchange
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState, ContactTable
 from fedcb2o.federated.decisions import Decisions, Inbox
@@ -45,7 +45,7 @@ class PeerEngine:
     `initial_model` is the agent's model before all rounds. Of the last exchange, `arrivals` has the
     models that arrived and `failures` the reasons of missing ones, by peer. An exchange may wait
     until `free_until`, in monotonic time, without delaying the round. `catch_up` counts the rounds
-    in which the guard `max_distance` is not checked.
+    in which the guard `max_distance` is not checked. `triggers` are published with the next model.
     """
 
     def __init__(
@@ -72,6 +72,7 @@ class PeerEngine:
         self.exchange_seconds = 0.0
         self.free_until = 0.0
         self.catch_up = CatchUp()
+        self.triggers = b""
         self._rounds_alone = 0
         self._last_answer = time.monotonic()
         self._has_warned = False
@@ -139,6 +140,7 @@ class PeerEngine:
             state, decisions = algorithm2.local_aggregation_(
                 agent, n, state, lambda ids: self._download(n, ids, deadline), on_step
             )
+        self.triggers = trigger_exchange.published_bytes(state.rule_states[0])
         peers = decisions.received.values.tolist()
         outcomes = dict(zip(peers, decisions.admission.tolist(), strict=True))
         self._last_outcomes.update(outcomes)
@@ -149,7 +151,7 @@ class PeerEngine:
     ) -> None:
         """Offer the trained model; all real peers are online."""
         num_samples = int(self.group.data.train.sizes[0])
-        self.publisher.publish(n, self._own_model(), num_samples)
+        self.publisher.publish(n, self._own_model(), num_samples, self.triggers)
 
     def _download(self, n: int, asked: Ragged, deadline: float | None) -> Inbox:
         """Download the models of the asked peers, or of other candidates in place of late ones."""
@@ -181,7 +183,8 @@ class PeerEngine:
             i: (rows[arrival.row_owner], float(arrival.num_samples), arrival.round)
             for i, arrival in self.arrivals.items()
         }
-        return single_agent.inbox_of_one(self.group, n, ids, models)
+        triggers = {i: arrival.triggers for i, arrival in self.arrivals.items()}
+        return single_agent.inbox_of_one(self.group, n, ids, models, triggers)
 
     def _warn_if_alone(self) -> None:
         """Name the members that did not answer, after some rounds without any answer."""

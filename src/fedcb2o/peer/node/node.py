@@ -27,6 +27,7 @@ from fedcb2o import records
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError, RemovedError, RunError
 from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.federated import trigger_exchange
 from fedcb2o.federated.agent_group import AgentGroup
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.evaluation import metrics
@@ -139,6 +140,7 @@ class Node:
         if simulate is not None:
             self.agent = agents.simulated_agent(federation, self.agent_id, simulate, data_dir)
 
+        self._read_triggers = self.agent.trigger_reader()
         self.rounds_done = 0
         self._stop = threading.Event()
         self._removal = ""  # notice of a later version that removes or changes this member
@@ -227,6 +229,7 @@ class Node:
                 dim,
                 self._stop,
                 self._on_removal,
+                self._read_triggers,
             )
             # After a restart too, a peer's older models are refused.
             client.last_rounds.update(self._last_received_rounds())
@@ -339,6 +342,7 @@ class Node:
         federation = self.federation
         monitor = engine.monitor
         model = engine.group.models[:1]
+        engine.triggers = trigger_exchange.published_bytes(state.rule_states[0])
         start = time.monotonic()
         engine.free_until = start + federation.round_seconds
         while self.rounds_done < federation.rounds:

@@ -14,7 +14,7 @@ from fedcb2o.peer.membership.federation import Federation
 from fedcb2o.peer.membership.identity import Identity
 from fedcb2o.peer.wire.compression import Codec
 from fedcb2o.peer.wire.equivocation import SigningJournal
-from fedcb2o.peer.wire.protocol import BytesLike, Manifest
+from fedcb2o.peer.wire.protocol import BytesLike, Manifest, sign_triggers
 from fedcb2o.peer.wire.server import Server, Snapshot
 
 
@@ -30,14 +30,16 @@ class ModelPublisher:
     notify: Callable[[str], None]
     _has_notified: bool = field(default=False, init=False)
 
-    def publish(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> None:
-        """Offer the model of round n to all peers, unless another one was signed."""
+    def publish(
+        self, n: int, theta: Float[Tensor, " d"], num_samples: int, triggers: bytes = b""
+    ) -> None:
+        """Offer the model of round n, and triggers, to all peers, unless another one was signed."""
         # The agent trains on, and averages the models of others.
         if self.journal.suspension:
             return
         manifest, content = self._encode(n, theta, num_samples)
         if self.journal.reserve(n, manifest.digest):
-            self.server.publish(self._sign(manifest, content))
+            self.server.publish(self._sign(manifest, content, triggers))
         elif not self._has_notified:
             # Once, as the reason holds for all these rounds.
             self._has_notified = True
@@ -46,9 +48,11 @@ class ModelPublisher:
                 "have been signed for these rounds before; training goes on"
             )
 
-    def snapshot(self, n: int, theta: Float[Tensor, " d"], num_samples: int) -> Snapshot:
+    def snapshot(
+        self, n: int, theta: Float[Tensor, " d"], num_samples: int, triggers: bytes = b""
+    ) -> Snapshot:
         """Return a signed model. The journal does not know the signature."""
-        return self._sign(*self._encode(n, theta, num_samples, is_one_of_several=True))
+        return self._sign(*self._encode(n, theta, num_samples, is_one_of_several=True), triggers)
 
     def _encode(
         self,
@@ -72,5 +76,7 @@ class ModelPublisher:
         )
         return manifest, content
 
-    def _sign(self, manifest: Manifest, content: BytesLike) -> Snapshot:
-        return Snapshot(manifest.to_signed_bytes(self.identity.sign), content)
+    def _sign(self, manifest: Manifest, content: BytesLike, triggers: bytes) -> Snapshot:
+        sign = self.identity.sign
+        signed = sign_triggers(triggers, manifest, sign) if triggers else b""
+        return Snapshot(manifest.to_signed_bytes(sign), content, signed)

@@ -26,6 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from fedcb2o.errors import DataError
 from fedcb2o.federated.guards.acceptance import is_acceptable, max_abs
 from fedcb2o.peer._denormals import flush_
 from fedcb2o.peer.membership.federation import Federation, removal_notice
@@ -73,6 +74,7 @@ class Arrival:
 
     `num_samples` is claimed by the sender. `seconds` includes the checks of the model. `row_owner`
     is the peer whose row holds the model: itself, or the one in whose place it was asked.
+    `triggers` has what `read_triggers` returned, None without any.
     """
 
     round: int
@@ -80,6 +82,7 @@ class Arrival:
     size: int
     seconds: float
     row_owner: int
+    triggers: Any = None
 
 
 @dataclass(eq=False)
@@ -87,7 +90,8 @@ class PeerClient:
     """Client that asks other members for models and descriptions.
 
     After `stop`, a download ends with StoppedError. `on_removal` is called with a notice if a
-    signed later version removes or changes this member.
+    signed later version removes or changes this member. `read_triggers` reads what a member
+    published next to its model, or raises DataError; without it nothing of this is read.
 
     `last_rounds` has the round of the last manifest accepted from each peer; older ones are
     refused. `announced_rounds` has the round that each peer announced last, by a manifest or a
@@ -102,6 +106,7 @@ class PeerClient:
     dim: int
     stop: threading.Event = field(default_factory=threading.Event)
     on_removal: Callable[[str], None] = lambda notice: None
+    read_triggers: Callable[[bytes], Any] | None = None
 
     def __post_init__(self) -> None:
         self.agent_id = self.federation.id_of(self.identity.member)
@@ -291,6 +296,7 @@ class _PeerSession:
 
     def __post_init__(self) -> None:
         self.received_bytes = 0
+        self.signed_triggers = b""  # of the last valid manifest
 
     def ask(self, kind: RequestKind, **fields: Any) -> Question:
         """Send a request now."""
@@ -323,7 +329,7 @@ class _PeerSession:
         client = self.client
         codec = client.codec
         try:
-            signed, digests = protocol.decode_offer(body)
+            signed, digests, self.signed_triggers = protocol.decode_offer(body)
         except protocol.MalformedError as error:
             return error.reason
         reason, manifest = protocol.validate_manifest(
@@ -552,6 +558,10 @@ class _ModelDownload(_PeerSession):
         manifest = self.fetch_manifest(self.n)
         if isinstance(manifest, str):
             return manifest
+        try:
+            triggers = self._read_triggers(manifest)
+        except (protocol.MalformedError, DataError):
+            return "triggers"
         codec = self.client.codec
         if reason := (
             self._follow(manifest, codec)
@@ -568,7 +578,16 @@ class _ModelDownload(_PeerSession):
             flush_(self.row)
         seconds = time.monotonic() - start
         size = self.received_bytes
-        return Arrival(manifest.round, manifest.num_samples, size, seconds, row_owner=self.peer)
+        round, num_samples = manifest.round, manifest.num_samples
+        return Arrival(round, num_samples, size, seconds, row_owner=self.peer, triggers=triggers)
+
+    def _read_triggers(self, manifest: Manifest) -> Any:
+        """Verify and read the triggers next to a manifest; return None without any."""
+        read = self.client.read_triggers
+        if read is None or not self.signed_triggers:
+            return None
+        member = self.client.federation.members[self.peer]
+        return read(protocol.verify_triggers(self.signed_triggers, manifest, member))
 
     def _fetch_whole(self, manifest: Manifest, codec: RawCodec | Int8Codec) -> str:
         """Download the bytes of a manifest and decode them; return an empty text or a reason."""

@@ -39,12 +39,14 @@ MINOR_VERSION = 3  # changes within this version: 1 adds relays, 3 is HTTPS
 CHUNK_BYTES = 2**20
 MAX_CHUNKS = 2**14  # of one model: 16 GiB encoded
 MAX_DIGESTS = 64  # next to one manifest
+MAX_TRIGGERS_BYTES = 2**19  # next to one manifest, with their signature
 MAX_HELLO_BYTES = 2**20
 ZERO_DIGEST = bytes(32)
 _MANIFEST_TYPE = 1
 SIGNATURE_BYTES = 64
 
 MANIFEST_CONTEXT = b"fedcb2o manifest v1\0"
+TRIGGERS_CONTEXT = b"fedcb2o triggers v1\0"
 REQUEST_CONTEXT = b"fedcb2o request v2\0"
 HELLO_CONTEXT = b"fedcb2o hello v1\0"
 
@@ -58,7 +60,7 @@ MAX_REQUEST_BYTES = 2**9
 _AUTHORIZATION = b"\nAuthorization: Ed25519 "
 _OTHER_VERSION = re.compile(rb"[A-Z]{3,4} /v(?!1/)[0-9]{1,3}/")
 MAX_MANIFEST_BYTES = _MANIFEST.size + 32 * MAX_CHUNKS + SIGNATURE_BYTES
-MAX_OFFER_BYTES = 4 * MAX_MANIFEST_BYTES // 3 + 2**14
+MAX_OFFER_BYTES = 4 * (MAX_MANIFEST_BYTES + MAX_TRIGGERS_BYTES) // 3 + 2**14
 
 
 class RequestKind(StrEnum):
@@ -408,20 +410,42 @@ def decode_status(code: int) -> AnswerStatus:
         raise MalformedError("malformed") from None
 
 
-def encode_offer(signed: bytes, digests: Iterable[ManifestDigest] = ()) -> bytes:
+def sign_triggers(triggers: bytes, manifest: Manifest, sign: _Signer) -> bytes:
+    """Return triggers, then their signature for a manifest: it holds for this run and round."""
+    return triggers + sign(TRIGGERS_CONTEXT + manifest.digest + triggers)
+
+
+def verify_triggers(data: bytes, manifest: Manifest, member: Member) -> bytes:
+    """Return the triggers that a member signed for a manifest, which may be no triggers."""
+    triggers, signature = data[:-SIGNATURE_BYTES], data[-SIGNATURE_BYTES:]
+    if not member.verify(TRIGGERS_CONTEXT + manifest.digest + triggers, signature):
+        raise MalformedError("triggers")
+    return triggers
+
+
+def encode_offer(
+    signed: bytes, digests: Iterable[ManifestDigest] = (), triggers: bytes = b""
+) -> bytes:
     """Encode the answer to MANIFEST, with at most 64 digests of other agents' manifests."""
     seen = [[agent, n, digest.hex()] for agent, n, digest in digests]
-    return json.dumps({"manifest": base64.b64encode(signed).decode(), "seen": seen}).encode()
+    content = {"manifest": base64.b64encode(signed).decode(), "seen": seen}
+    if triggers:
+        content["triggers"] = base64.b64encode(triggers).decode()
+    return json.dumps(content).encode()
 
 
-def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
-    """Return the signed manifest in an answer to MANIFEST, and digests of others."""
+def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest], bytes]:
+    """Return the parts of an answer to MANIFEST.
+
+    They are the signed manifest, digests of others, and the signed triggers, empty without any.
+    """
     if len(body) > MAX_OFFER_BYTES:
         raise MalformedError("malformed")
     try:
         content = json.loads(bytes(body))
         signed = base64.b64decode(content["manifest"].encode(), validate=True)
         digests = [(agent, n, bytes.fromhex(digest)) for agent, n, digest in content["seen"]]
+        triggers = base64.b64decode(content.get("triggers", "").encode(), validate=True)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise MalformedError("malformed") from None
     # JSON's true is an int in Python, but no number.
@@ -430,9 +454,10 @@ def decode_offer(body: BytesLike) -> tuple[bytes, list[ManifestDigest]]:
         for agent, n, digest in digests
     )
     have_size = all(len(digest) == len(ZERO_DIGEST) for _, _, digest in digests)
-    if not (are_valid and have_size and len(digests) <= MAX_DIGESTS):
+    are_few = len(digests) <= MAX_DIGESTS and len(triggers) <= MAX_TRIGGERS_BYTES
+    if not (are_valid and have_size and are_few):
         raise MalformedError("malformed")
-    return signed, digests
+    return signed, digests, triggers
 
 
 def encode_hello(content: Mapping[str, Any], nonce: bytes, sign: _Signer) -> bytes:

@@ -51,10 +51,11 @@ A receiver of another run could replay its requests here, so they never use up a
 
 @dataclass(frozen=True)
 class Snapshot:
-    """An encoded model and its signed manifest."""
+    """An encoded model, its signed manifest, and signed triggers, empty without any."""
 
     manifest: bytes
     content: BytesLike
+    triggers: bytes = b""
 
     @cached_property
     def decoded_manifest(self) -> Manifest:
@@ -279,4 +280,5 @@ class Server:
         elif not rounds or rounds[0] < n - self.federation.lag:
             return Answer(AnswerStatus.NOT_YET)
         others = [digest for digest in self.ledger.digests() if digest[0] != self.agent_id]
-        return Answer(AnswerStatus.OK, encode_offer(snapshots[chosen].manifest, others), _JSON)
+        offer = encode_offer(snapshots[chosen].manifest, others, snapshots[chosen].triggers)
+        return Answer(AnswerStatus.OK, offer, _JSON)
