@@ -37,6 +37,7 @@ from fedcb2o.federated.ragged import Entries, Members, Positions, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION, extra_inputs
 from fedcb2o.federated.types import (
+    BATCHED,
     STATEFUL,
     Contacts,
     CriterionInput,
@@ -256,6 +257,11 @@ class CriterionWeighing:
     is_stateful: bool = False
     sees_all: bool = True
 
+    @property
+    def is_batched(self) -> bool:
+        """True if the function is declared `batched`, and keeps no state."""
+        return not self.is_stateful and bool(BATCHED.get(self.function))
+
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights mu, and the state unchanged."""
         if USER_FUNCTION.get(self.function) is not None:
@@ -286,6 +292,11 @@ class RuleWeighing:
     def is_stateful(self) -> bool:
         """True if the rule declares a state."""
         return STATEFUL.get(self.function) is not None
+
+    @property
+    def is_batched(self) -> bool:
+        """True if the function is declared `batched`, and keeps no state."""
+        return not self.is_stateful and bool(BATCHED.get(self.function))
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights of the rule, or its reduction over coordinates; and its state."""

@@ -4,10 +4,12 @@ The lines are those of `algorithm2`. Every function takes an agent group and the
 The result of one agent does not depend on the others of its batch, except the rounding of training.
 """
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
+import torch
 from jaxtyping import Bool, Float
 
 from fedcb2o.federated import trial, trigger_exchange
@@ -19,7 +21,9 @@ from fedcb2o.federated.guards.checks import ADMITTED, counted_losses
 from fedcb2o.federated.ragged import AgentIds, Entries, Members, Positions, Ragged
 from fedcb2o.federated.run_spec import Algorithm, RunSpec
 from fedcb2o.federated.selection import BATCHED_SELECTION
-from fedcb2o.federated.validation import admit, validate_batches
+from fedcb2o.federated.trigger_exchange import ExchangeWeighing
+from fedcb2o.federated.types import Reduction, RuleOutput, RuleState
+from fedcb2o.federated.validation import RuleCall, admit, validate_batches
 from fedcb2o.rng import agent_streams
 
 
@@ -112,9 +116,7 @@ def decide(
         group, members, positions, state.contacts, inbox.filter(is_admitted), n
     ):
         entries = Entries(admitted[call.entries])
-        # A rule with memory is called for one agent at a time.
-        first = call.positions[0]
-        mu, rule_states[first] = algorithm.weigh(call.inputs, rule_states[first])  # lines 5 and 6
+        mu = _weigh(algorithm, call, agents, rule_states)  # lines 5 and 6
         decisions.store_(call.positions, entries, call.inputs, mu, spec)
         if call.inputs.losses is not None:
             L[entries] = call.inputs.losses.mean.flatten().numpy()
@@ -136,6 +138,27 @@ def decide(
             tracked.append(P)
         contacts = ContactTable.from_contacts(tracked)
     return state.updated(positions, contacts, rule_states), decisions
+
+
+def _weigh(
+    algorithm: Algorithm, call: RuleCall, agents: AgentIds, rule_states: list[RuleState]
+) -> RuleOutput:
+    """Return the weights of a call's agents, and update their states."""
+    weigh = algorithm.weigh
+    if not (algorithm.is_batched and isinstance(weigh, ExchangeWeighing)):
+        # A rule with memory is called for one agent at a time.
+        first = call.positions[0]
+        output, rule_states[first] = weigh(call.inputs, rule_states[first])
+        return output
+
+    output, _ = weigh.weigh(call.inputs, {})
+    assert not isinstance(output.outcome, Reduction)  # of one agent
+    weights = [*output.outcome]
+    # Few agents have triggers to test: the others need no view.
+    for a, k in enumerate(call.positions.tolist()):
+        if weigh.has_triggers(call.inputs.n, int(agents[k]), rule_states[k]):
+            weights[a], rule_states[k] = weigh.lower(call.view(a), weights[a], rule_states[k])
+    return dataclasses.replace(output, outcome=torch.stack(weights))
 
 
 def sample_peers(

@@ -153,7 +153,7 @@ def bound_networks(
             bind_(module, theta)
             if reference is not None:
                 batch_norm.estimate_statistics_(module, features(reference))
-            yield 1, lambda x: module(x[0]).unsqueeze(0)
+            yield 1, functools.partial(_in_passes, module)
         return
 
     forward = batched_forward(module, layers)
@@ -169,6 +169,12 @@ def bound_networks(
             with batch_norm.estimate_statistics_mode(module):
                 forward(tensors, features(reference).unsqueeze(0))
         yield len(chunk), functools.partial(forward, tensors)
+
+
+def _in_passes(module: nn.Module, x: Float[Tensor, "1 n *features"]) -> Tensor:
+    """Compute the outputs of one network on few samples at a time."""
+    passes = [module(part) for part in torch.split(x[0], SAMPLES_PER_PASS)]
+    return torch.cat(passes).unsqueeze(0)
 
 
 def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:

@@ -18,7 +18,7 @@ from fedcb2o.federated.optimisers import Optimiser
 from fedcb2o.federated.plugin_outputs import Metric
 from fedcb2o.federated.sample_weights import SampleWeights
 from fedcb2o.federated.sections import AgentsSection, LocalUpdateKeys
-from fedcb2o.federated.types import BATCHED, Select, Weighing
+from fedcb2o.federated.types import Select, Weighing
 from fedcb2o.nn.batch_norm import has_local_statistics
 from fedcb2o.nn.low_rank import DOWN, UP, FactorPair, factor_pairs
 from fedcb2o.nn.parameters import LastLayer, dimension, last_layer, shared_tensors
@@ -203,8 +203,7 @@ class Algorithm:
         """True if several agents are weighed at once."""
         # Agents have different numbers of tolerated models.
         has_equal_numbers = self.weigh.sees_all or self.guards.loss_tolerance is False
-        is_alone = self.weigh.is_stateful
-        return has_equal_numbers and not is_alone and bool(BATCHED.get(self.weigh.function))
+        return has_equal_numbers and self.weigh.is_batched
 
     @property
     def is_stateful(self) -> bool:

@@ -34,7 +34,6 @@ from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.criteria import universal_perturbation
 from fedcb2o.federated.decisions import Inbox
-from fedcb2o.federated.inference import SAMPLES_PER_PASS
 from fedcb2o.federated.ragged import AgentIds
 from fedcb2o.federated.types import (
     AgentContext,
@@ -55,7 +54,7 @@ QUOTA = 2
 """Largest number of triggers that an agent publishes, and of one sender that are tested."""
 
 _PAINTED = 32  # pixels of an image for each one that a trigger paints
-_SEARCHED, _TESTED = 16, 64  # samples
+_SEARCHED, _TESTED = 12, 64  # samples
 _LEAST_RATE = 0.3  # honest models, too, are moved that far by the pixels worst for them
 _ERRORS = 2.0  # standard errors that chance explains
 _LEAST_VALUE = 0.05  # below which a trigger is dropped
@@ -210,11 +209,26 @@ class ExchangeWeighing:
         """True if it gets models outside of `CriterionInput.tolerated`, too."""
         return self.weigh.sees_all
 
+    @property
+    def is_batched(self) -> bool:
+        """True if several agents are weighed at once, before their triggers are tested."""
+        return self.weigh.is_batched
+
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights, and the state with the triggers that were useful."""
-        others: RuleState = {name: tensor for name, tensor in state.items() if name not in _KEYS}
-        output, others = self.weigh(inputs, others)
-        weights = output.outcome
+        output, others = self.weigh(inputs, _without_triggers(state))
+        ours = {name: tensor for name, tensor in state.items() if name in _KEYS}
+        weights, state = self.lower(inputs, output.outcome, {**others, **ours})
+        return dataclasses.replace(output, outcome=weights), state
+
+    def has_triggers(self, n: int, agent: int, state: RuleState) -> bool:
+        """Return whether an agent searches in round n, or has triggers to test."""
+        return _searches(n, agent, state, self.period) or any(s in state for s, _ in _STORED)
+
+    def lower(
+        self, inputs: CriterionInput, weights: Any, state: RuleState
+    ) -> tuple[Float[Tensor, " k"], RuleState]:
+        """Lower the weights of models that a trigger moves; return the state with its triggers."""
         if not isinstance(weights, Tensor) or len(weights) == len(inputs.received.ids):
             raise ConfigError(
                 "`guards.trigger_exchange` gives the weight of received models to the agent's own, "
@@ -225,7 +239,16 @@ class ExchangeWeighing:
             lower = weights.clone()
             lower[:-1] *= torch.exp(-SCALE * excess).to(weights)
             weights = lower * (weights.sum() / lower.sum())
-        return dataclasses.replace(output, outcome=weights), {**others, **ours}
+        return weights, {**_without_triggers(state), **ours}
+
+
+def _without_triggers(state: RuleState) -> RuleState:
+    return {name: tensor for name, tensor in state.items() if name not in _KEYS}
+
+
+def _searches(n: int, agent: int, state: RuleState, period: int) -> bool:
+    # In its first round all peers are strangers.
+    return (n + agent) % period == 0 or _REFERENCE not in state
 
 
 def _examine(
@@ -235,23 +258,26 @@ def _examine(
     context, own = inputs.context, inputs.own_entry
     held = inputs.received[is_weighed]
     excess = torch.zeros(len(is_weighed), dtype=torch.float64)
-    reference = state.get(_REFERENCE)
-    is_turn = (inputs.n + int(own.ids)) % period == 0
+    is_searching = _searches(inputs.n, int(own.ids), state, period)
     parts = [Triggers(state[s], state[c]) for s, c in _STORED if s in state]
-    # In its first round all peers are strangers.
-    if is_turn or reference is None:
-        found = search(context, held.with_own(own))
-        reference = rates(context, own, found[-1:])[0].clamp(min=0)
-        parts.append(found[:-1])
+    models = held.with_own(own)
+    if is_searching:
+        parts.append(search(context, models))
+    if not parts:
+        return excess, {_REFERENCE: state[_REFERENCE]}
+
+    triggers, places = _distinct(parts)
+    rate = rates(context, models, triggers)
+    # The last trigger found is the worst for the agent's own model, the last.
+    reference = rate[-1:, places[-1]].clamp(min=0) if is_searching else state[_REFERENCE]
     kept: RuleState = {_REFERENCE: reference}
-    triggers = _distinct(parts)
-    if triggers is None or not len(held.ids):
+    if not len(held.ids):
         return excess, kept
 
     values = torch.zeros(len(triggers), dtype=torch.float64)
     if _VALUES in state:
         values[: len(state[_VALUES])] = state[_VALUES] / 2
-    found_excess = excesses(context, rates(context, held.with_own(own), triggers), reference)
+    found_excess = excesses(context, rate, reference)
     excess[is_weighed] = found_excess.amax(1)
     values = values.maximum(found_excess.amax(0))
     best = values.argsort(descending=True, stable=True)[:KEPT]
@@ -266,17 +292,16 @@ def _examine(
     return excess, kept
 
 
-def _distinct(parts: Sequence[Triggers]) -> Triggers | None:
-    """Return the triggers of all parts, each once, in their order; None without any."""
-    parts = [part for part in parts if len(part)]
-    if not parts:
-        return None
+def _distinct(parts: Sequence[Triggers]) -> tuple[Triggers, list[int]]:
+    """Return the triggers of all parts, each once, in their order; and the place of each."""
     joined = Triggers(
         torch.cat([part.signs for part in parts]), torch.cat([part.classes for part in parts])
     )
-    rows = torch.cat([joined.signs.flatten(1), joined.classes.unsqueeze(1)], 1).numpy()
-    _, first = np.unique(rows, axis=0, return_index=True)
-    return joined[torch.from_numpy(np.sort(first))]
+    first: dict[tuple[bytes, int], int] = {}
+    keys = zip(map(bytes, joined.signs.flatten(1).numpy()), joined.classes.tolist(), strict=True)
+    places = [first.setdefault(key, len(first)) for key in keys]
+    _, chosen = np.unique(places, return_index=True)
+    return joined[torch.from_numpy(chosen)], places
 
 
 def search(context: AgentContext, models: Received) -> Triggers:
@@ -286,24 +311,23 @@ def search(context: AgentContext, models: Received) -> Triggers:
     lead to no pixel.
     """
     x, y = _images(context, _SEARCHED)
-    num_models, num_classes = len(models.rows), context.outputs(models, count=1)[0].shape[-1]
+    num_models = len(models.rows)
+    num_classes = context.outputs_per_model(models[:1], x[:1].unsqueeze(0)).shape[-1]
     classes = torch.arange(num_classes)
     empty = torch.zeros(num_models, num_classes, *x.shape[1:])
     signs, _ = universal_perturbation.add_pixels(
         context, models, x, y, empty, classes, max_pixels(x.shape[1:])
     )
     signs = signs.nan_to_num(nan=0.0)
-    effects = []
-    for part, labels in zip(torch.split(signs, 8, 1), torch.split(classes, 8), strict=True):
-        images = universal_perturbation.paint(
-            x, signs=part.unsqueeze(2), value_range=context.value_range
-        )
-        outputs = context.outputs_per_model(models, images.flatten(1, 2))
-        shares = outputs.view(num_models, len(labels), len(y), -1).softmax(-1)
-        towards = shares[..., labels].diagonal(dim1=1, dim2=3)  # [m, n, c]
-        is_other = y.unsqueeze(1) != labels
-        effects.append((towards * is_other).sum(1) / is_other.sum(0).clamp(min=1))
-    best = torch.cat(effects, 1).nan_to_num(nan=0.0).argmax(1)
+    images = universal_perturbation.paint(
+        x, signs=signs.unsqueeze(2), value_range=context.value_range
+    )
+    outputs = context.outputs_per_model(models, images.flatten(1, 2))
+    shares = outputs.view(num_models, num_classes, len(y), -1).softmax(-1)
+    towards = shares.diagonal(dim1=1, dim2=3)  # [m, n, c]
+    is_other = y.unsqueeze(1) != classes
+    effects = (towards * is_other).sum(1) / is_other.sum(0).clamp(min=1)
+    best = effects.nan_to_num(nan=0.0).argmax(1)
     return Triggers(signs[torch.arange(num_models), best].to(torch.int8), best)
 
 
@@ -311,18 +335,15 @@ def rates(context: AgentContext, models: Received, triggers: Triggers) -> Float[
     """Return r_i(t): the share of other samples that a trigger leads to its class, less without."""
     x, y = _images(context, _TESTED)
     m, n = len(models.rows), len(y)
-    size = max(1, SAMPLES_PER_PASS // max(1, n))
-    predicted = []
     # The first are not painted.
-    all_signs = torch.cat([torch.zeros_like(triggers.signs[:1]), triggers.signs])
-    for signs in torch.split(all_signs, size):
-        images = universal_perturbation.paint(
-            x, signs=signs.unsqueeze(1), value_range=context.value_range
-        ).flatten(0, 1)
-        outputs = context.outputs_per_model(models, images.expand(m, *images.shape))
-        predicted.append(outputs.argmax(-1).view(m, len(signs), n))
+    signs = torch.cat([torch.zeros_like(triggers.signs[:1]), triggers.signs])
+    images = universal_perturbation.paint(
+        x, signs=signs.unsqueeze(1), value_range=context.value_range
+    ).flatten(0, 1)
+    outputs = context.outputs_per_model(models, images.expand(m, *images.shape))
+    predicted = outputs.argmax(-1).view(m, len(signs), n)
     classes = triggers.classes.unsqueeze(1)
-    before, after = torch.split(torch.cat(predicted, 1), [1, len(triggers)], 1)
+    before, after = torch.split(predicted, [1, len(triggers)], 1)
     is_other = y != classes
     change = ((after == classes).double() - (before == classes).double()) * is_other
     shares: Tensor = change.sum(-1) / is_other.sum(-1).clamp(min=1)
@@ -335,8 +356,9 @@ def excesses(
     """Return what chance and the agent's own model, the last of k, do not explain of the rates."""
     least = rate[-1].maximum(reference).clamp(min=_LEAST_RATE)
     n = len(context.samples(_TESTED)[1])
-    p, q = (share.clamp(1 / n, 1 - 1 / n) for share in (rate[:-1], least))
-    errors = ((p * (1 - p) + q * (1 - q)) / n).sqrt()
+    p = torch.cat([rate[:-1], least.unsqueeze(0)]).clamp(1 / n, 1 - 1 / n)
+    variances = p * (1 - p) / n
+    errors = (variances[:-1] + variances[-1]).sqrt()
     return (rate[:-1] - least - _ERRORS * errors).clamp(min=0)
 
 

@@ -387,6 +387,10 @@ class Weighing(Protocol):
     def sees_all(self) -> bool:
         """True if it gets models outside of `CriterionInput.tolerated`, too."""
 
+    @property
+    def is_batched(self) -> bool:
+        """True if several agents are weighed at once."""
+
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights of the received models and the new state."""
 

@@ -106,13 +106,17 @@ class ValidationOracle:
         return values.cpu()
 
     def _data(self, count: int | None) -> Shard:
-        data = self.group.data
-        x, y = data.gather(np.array([self.k]), data.validation)
-        shard = Shard(x[0], y[0])
+        shard = self._validation
         # Spaced over all samples, because these may be sorted by class.
         if count is None or count >= len(shard):
             return shard
         return shard.part(np.arange(count) * len(shard) // max(1, count))
+
+    @functools.cached_property
+    def _validation(self) -> Shard:
+        data = self.group.data
+        x, y = data.gather(np.array([self.k]), data.validation)
+        return Shard(x[0], y[0])
 
 
 def agent_context(
@@ -199,11 +203,15 @@ def sensitivity_rises(
 
 @dataclass(frozen=True)
 class RuleCall:
-    """One call of a criterion or a rule: agents, their models' entries, and its input."""
+    """One call of a criterion or a rule: agents, their models' entries, and its input.
+
+    `view` makes the view of the agent at an index of the call.
+    """
 
     positions: Positions
     entries: Entries
     inputs: CriterionInput
+    view: Callable[[int], CriterionInput]
 
 
 def validate_batches(
@@ -241,18 +249,29 @@ def validate_batches(
             tolerated=tolerated(algorithm.guards, losses, own_losses),
             last_layer=group.spec.last_layer,
         )
-        # A function for one agent gets a view without the axis over agents.
+        view = functools.partial(_agent_view, group, equal_members, equal, contacts, inputs)
         if algorithm.is_batched:
-            yield RuleCall(equal, entries, inputs)
+            yield RuleCall(equal, entries, inputs, view)
             continue
 
         entries_of = entries.reshape(len(equal_members), -1)  # of each agent's models
-        for a, k in enumerate(equal_members.tolist()):
-            oracle = ValidationOracle(group, k)
-            position = int(equal[a])
-            context = agent_context(oracle, n, functools.partial(contacts.__getitem__, position))
-            one = inputs.for_agent(a, oracle.losses, context)
-            yield RuleCall(Positions(equal[a : a + 1]), Entries(entries_of[a]), one)
+        for a in range(len(equal_members)):
+            position = Positions(equal[a : a + 1])
+            yield RuleCall(position, Entries(entries_of[a]), view(a), view)
+
+
+def _agent_view(
+    group: AgentGroup,
+    members: Indices,
+    positions: Positions,
+    contacts: ContactTable,
+    inputs: CriterionInput,
+    a: int,
+) -> CriterionInput:
+    """Return the view of one of several agents, without the axis over agents."""
+    oracle = ValidationOracle(group, int(members[a]))
+    contacts_of = functools.partial(contacts.__getitem__, int(positions[a]))
+    return inputs.for_agent(a, oracle.losses, agent_context(oracle, inputs.n, contacts_of))
 
 
 def own_models(group: AgentGroup, members: Indices, n: int) -> Received:
