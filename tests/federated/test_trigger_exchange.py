@@ -346,6 +346,15 @@ def test_workers_and_a_resumed_run_give_the_same_bits(tmp_path):
         assert lines == lines_of(tmp_path / "parallel", name)
 
 
+def test_agents_at_once_and_one_by_one_give_the_same_bits(tmp_path, monkeypatch):
+    experiment = tiny(rounds=3, algorithm=EXCHANGE, attack=BACKDOORED, agents={"benign": 4})
+    fedcb2o.run(experiment, out=tmp_path / "at once", workers=1)
+    monkeypatch.setattr(ExchangeWeighing, "is_batched", False)
+    fedcb2o.run(experiment, out=tmp_path / "one by one", workers=1)
+    for name in ("metrics", "pairs"):
+        assert lines_of(tmp_path / "at once", name) == lines_of(tmp_path / "one by one", name)
+
+
 def test_a_method_without_the_own_model_is_an_error(tmp_path):
     rule = "coordinate_median"
     algorithm = {"name": "by_rule", "rule": rule, "guards": {"trigger_exchange": 2}}
