@@ -104,7 +104,7 @@ def shifted(*changes):
 
 
 def weighing(weights, period=100):
-    inner = SimpleNamespace(function=len, sees_all=True, is_stateful=False)
+    inner = SimpleNamespace(function=len, sees_all=True, is_stateful=False, is_batched=False)
     call = lambda inputs, state: (RuleOutput(torch.tensor(weights)), state)  # noqa: E731
     inner = type("Inner", (), {**vars(inner), "__call__": staticmethod(call)})()
     return ExchangeWeighing(inner, period)

@@ -98,7 +98,10 @@ def logits_per_model(
     start = 0
     with torch.no_grad():
         for k, network in bound_networks(module, models, rows, models_per_batch, reference):
-            outputs.append(network(x[start : start + k]))
+            # One network reads few samples at a time, whose activations fit a core's cache.
+            size = SAMPLES_PER_PASS if k == 1 else x.shape[1]
+            passes = [network(part) for part in torch.split(x[start : start + k], size, 1)]
+            outputs.append(torch.cat(passes, 1))
             start += k
     return torch.cat(outputs)
 
@@ -153,7 +156,7 @@ def bound_networks(
             bind_(module, theta)
             if reference is not None:
                 batch_norm.estimate_statistics_(module, features(reference))
-            yield 1, functools.partial(_in_passes, module)
+            yield 1, lambda x: module(x[0]).unsqueeze(0)
         return
 
     forward = batched_forward(module, layers)
@@ -169,12 +172,6 @@ def bound_networks(
             with batch_norm.estimate_statistics_mode(module):
                 forward(tensors, features(reference).unsqueeze(0))
         yield len(chunk), functools.partial(forward, tensors)
-
-
-def _in_passes(module: nn.Module, x: Float[Tensor, "1 n *features"]) -> Tensor:
-    """Compute the outputs of one network on few samples at a time."""
-    passes = [module(part) for part in torch.split(x[0], SAMPLES_PER_PASS)]
-    return torch.cat(passes).unsqueeze(0)
 
 
 def batched_forward(module: nn.Module, layers: list[nn.Module]) -> _BatchedForward:
