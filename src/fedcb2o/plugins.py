@@ -249,7 +249,13 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
     block changes are restored, because the bits of other results depend on them. The message names
     the failing line, in `file` where there is one.
     """
-    settings = _pytorch_settings()
+    import torch  # slow to import
+
+    settings: tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...] = (
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.get_default_dtype, torch.set_default_dtype),
+        (torch.is_grad_enabled, torch.set_grad_enabled),
+    )
     original = [getter() for getter, _ in settings]
     try:
         yield
@@ -265,17 +271,6 @@ def attribute_errors(kind: str, name: str, file: str | None = None) -> Iterator[
         for (getter, setter), value in zip(settings, original, strict=True):
             if getter() != value:
                 setter(value)
-
-
-def _pytorch_settings() -> tuple[tuple[Callable[[], Any], Callable[[Any], Any]], ...]:
-    """Return getter and setter of each process-wide setting that changes PyTorch's results."""
-    import torch  # slow to import
-
-    return (
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.get_default_dtype, torch.set_default_dtype),
-        (torch.is_grad_enabled, torch.set_grad_enabled),
-    )
 
 
 def failing_line(error: BaseException, file: str | None = None) -> str:

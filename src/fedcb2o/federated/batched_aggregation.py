@@ -169,18 +169,10 @@ def sample_peers(
     active: Bool[np.ndarray, " N"],
 ) -> Ragged:
     """Sample the peers that active members ask (alg:localAggregation, line 1); others ask none."""
-    agents = AgentIds(group.agents[members])
-    positions = Positions(np.flatnonzero(active[agents]))
-    sampled = _select_peers(group.spec, AgentIds(agents[positions]), contacts.take(positions), n)
-    return Ragged.scatter(len(members), (positions, sampled))
-
-
-SAMPLE = Phase(sample_peers, is_cheap=True)
-DECIDE = Phase(decide, calls_rules=True)
-
-
-def _select_peers(spec: RunSpec, agents: AgentIds, contacts: ContactTable, n: int) -> Ragged:
-    """Call the algorithm's selection."""
+    spec = group.spec
+    positions = Positions(np.flatnonzero(active[group.agents[members]]))
+    agents = AgentIds(group.agents[members[positions]])
+    contacts = contacts.take(positions)
     # Without a graph all agents share one list, from which each is excluded.
     lists = [np.arange(spec.num_agents)]
     list_index = np.zeros(len(agents), np.int64)
@@ -196,13 +188,18 @@ def _select_peers(spec: RunSpec, agents: AgentIds, contacts: ContactTable, n: in
     batched = BATCHED_SELECTION.get(select)
     if batched is not None:
         keywords = {**getattr(select, "keywords", {}), **spec.algorithm.guards.selection_keywords}
-        return batched(contacts, candidates, spec.agents.budget, generators, **keywords)
+        sampled = batched(contacts, candidates, spec.agents.budget, generators, **keywords)
+    else:
+        # A user's selection is called for one agent at a time.
+        chosen = []
+        for k, (P, generator) in enumerate(zip(contacts, generators, strict=True)):
+            chosen.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
+        sampled = Ragged.from_arrays(chosen)
+    return Ragged.scatter(len(members), (positions, sampled))
 
-    # A user's selection is called for one agent at a time.
-    chosen = []
-    for k, (P, generator) in enumerate(zip(contacts, generators, strict=True)):
-        chosen.append(select_peers(spec, int(agents[k]), P, candidates.ids(k), n, generator))
-    return Ragged.from_arrays(chosen)
+
+SAMPLE = Phase(sample_peers, is_cheap=True)
+DECIDE = Phase(decide, calls_rules=True)
 
 
 def update_likelihoods(

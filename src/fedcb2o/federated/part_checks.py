@@ -31,7 +31,6 @@ the first training; those of a round are where the function is called.
 | metric | each evaluation | `plugin_outputs.metric_value` | records hold numbers |
 """
 
-import contextlib
 import inspect
 import logging
 import math
@@ -44,7 +43,7 @@ from jaxtyping import Float, Shaped
 from torch import Tensor, nn
 
 from fedcb2o.data import Shard, ValueRange, features
-from fedcb2o.errors import ConfigError, describe_type
+from fedcb2o.errors import ConfigError
 from fedcb2o.federated.inference import per_sample_losses
 from fedcb2o.federated.losses import Loss, is_cross_entropy, predicts_labels
 from fedcb2o.federated.optimisers import Optimiser, make_optimiser
@@ -52,8 +51,7 @@ from fedcb2o.federated.plugin_outputs import Metric, apply_sample_transform, met
 from fedcb2o.federated.types import SampleTransform
 from fedcb2o.nn import network_checks
 from fedcb2o.nn.comparison import agree, equal
-from fedcb2o.nn.random_evaluation import seed_if_random_
-from fedcb2o.plugins import attribute_errors, display_name, failing_line, function_name
+from fedcb2o.plugins import attribute_errors, display_name, function_name
 
 _LOG = logging.getLogger(__name__)
 
@@ -92,23 +90,18 @@ def check_model(
     """
     # Two equal samples would hide a network that mixes them.
     rows = different_samples(samples)
-    x = features(samples.x[rows].clone())
-    is_own = len(networks) > 1
-    with contextlib.ExitStack() as stack:
-        if is_own:
-            module, twin = networks
-            stack.enter_context(attribute_errors("model", name))
-            network_checks.check_construction(name, module, twin)
-        stack.enter_context(network_checks.perturbed_constants(*networks))
-        outputs = _evaluate(name, networks[0], x.clone(), layout)
-        _check_output_shape(name, outputs, num_classes if predicts_labels(loss) else 1)
-        if is_own:
-            is_random = random_evaluation or seed_if_random_(name, networks, x, seed)
-            network_checks.check_network(name, module, twin, x, random_evaluation=is_random)
-            if num_classes > 1 and outputs.ge(0).all() and outputs.le(1).all():
-                several = features(samples.x[:_SEVERAL].clone())
-                kind = network_checks.bounded_outputs(twin, several)
-                _warn_of_bounded_outputs(name, kind, loss, num_classes)
+    outputs, kind = network_checks.check_networks(
+        name,
+        networks,
+        features(samples.x[rows].clone()),
+        features(samples.x[:_SEVERAL].clone()),
+        seed,
+        num_outputs=num_classes if predicts_labels(loss) else 1,
+        layout=layout,
+        random_evaluation=random_evaluation,
+    )
+    if kind:
+        _warn_of_bounded_outputs(name, kind, loss, num_classes)
     if loss is not None:
         loss_name = function_name(loss)
         check_loss(loss_name, loss, outputs, samples.y[rows].clone())
@@ -118,7 +111,7 @@ def check_model(
 
 def _warn_of_bounded_outputs(name: str, kind: str, loss: Loss | None, num_classes: int) -> None:
     """Warn where a cross-entropy takes the softmax of outputs that are probabilities."""
-    if not (kind and _is_cross_entropy(loss, num_classes)):
+    if not _is_cross_entropy(loss, num_classes):
         return
     is_softmax = kind == "softmax"
     shown = "the cross-entropy" if loss is None else f"the loss `{function_name(loss)}`"
@@ -164,35 +157,6 @@ def _is_cross_entropy(loss: Loss | None, num_classes: int) -> bool:
                 return False
             ratios.append(losses / per_sample_losses(None, outputs, targets, 1))
     return agree(*ratios)
-
-
-def _evaluate(name: str, module: nn.Module, x: Tensor, layout: str | None) -> Any:
-    """Return the outputs for samples. Raise ConfigError if the network fails."""
-    try:
-        with torch.no_grad():
-            return module.eval()(x)
-    except (Exception, SystemExit) as error:  # a user's network may fail in any way
-        by_layout = ' with `layout` = "channels_last"' if layout == "channels_last" else ""
-        shape = tuple(x.shape[1:])
-        raise ConfigError(
-            f"the model `{name}` cannot read samples of shape {shape}{by_layout}"
-            f"{failing_line(error)}: {error}"
-        ) from error
-
-
-def _check_output_shape(name: str, outputs: Any, num_classes: int) -> None:
-    """Raise ConfigError unless there is a row per sample, and a column per class."""
-    got: Any = describe_type(outputs)
-    shape: tuple[int, ...] = ()
-    if isinstance(outputs, Tensor):
-        got = shape = tuple(outputs.shape)
-    # The shape of numbers is a matter between network and loss.
-    is_valid = shape == (2, num_classes) if num_classes > 1 else shape[:1] == (2,)
-    if not is_valid:
-        expected = (2, num_classes) if num_classes > 1 else "(2, ...)"
-        raise ConfigError(
-            f"the model `{name}` returned {got} for 2 samples, expected shape {expected}"
-        )
 
 
 def check_loss(

@@ -15,20 +15,54 @@ import contextlib
 import copy
 import itertools
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from fedcb2o.errors import ConfigError
+from fedcb2o.errors import ConfigError, describe_type
 from fedcb2o.nn import batch_norm
 from fedcb2o.nn.comparison import agree, equal, first_difference
 from fedcb2o.nn.parameters import agent_state, shared_tensors
+from fedcb2o.nn.random_evaluation import seed_if_random_
+from fedcb2o.plugins import attribute_errors, failing_line
 
 _TRIAL_SCALES = (1.0, -1.0, -3.0, 10.0)  # factors on weights, each after the others
 _TRIAL_STEPS = 1000  # by which counters of a network advance in the trial
+
+
+def check_networks(
+    name: str,
+    networks: Sequence[nn.Module],
+    x: Float[Tensor, "2 *features"],
+    several: Float[Tensor, "n *features"],
+    seed: int,
+    *,
+    num_outputs: int,
+    layout: str | None,
+    random_evaluation: bool,
+) -> tuple[Tensor, str]:
+    """Return a network's outputs for two samples, and `bounded_outputs` for several.
+
+    A second network, of a user's function, is checked and changed. A network that draws random
+    numbers in evaluation is seeded, with a warning unless `random_evaluation` is set.
+    """
+    kind = ""
+    module, *twins = networks
+    with contextlib.ExitStack() as stack:
+        for twin in twins:
+            stack.enter_context(attribute_errors("model", name))
+            check_construction(name, module, twin)
+        stack.enter_context(perturbed_constants(*networks))
+        outputs = _evaluate(name, module, x, layout, num_outputs)
+        for twin in twins:
+            is_random = random_evaluation or seed_if_random_(name, networks, x, seed)
+            check_network(name, module, twin, x, random_evaluation=is_random)
+            if num_outputs > 1 and outputs.ge(0).all() and outputs.le(1).all():
+                kind = bounded_outputs(twin, several)
+    return outputs, kind
 
 
 def check_construction(name: str, module: nn.Module, twin: nn.Module) -> None:
@@ -144,23 +178,6 @@ def bounded_outputs(twin: nn.Module, x: Float[Tensor, "n *features"]) -> str:
     return "softmax" if is_softmax else "sigmoid"
 
 
-def random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
-    """Return the layer in which a network draws random numbers in evaluation, in words.
-
-    It is "" if the network draws none by PyTorch's generator. The network is left as it was, in
-    evaluation mode.
-    """
-    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        if agree(module.eval()(x), module(x)):
-            return ""
-        seeded = []
-        for _ in range(2):
-            torch.default_generator.manual_seed(0)
-            seeded.append(module(x))
-        return first_difference(module, x, [x]) if agree(*seeded) else ""
-
-
 def accepts_single_sample(module: nn.Module, x: Float[Tensor, "1 *features"]) -> bool:
     """Return whether a network's norms can train on one sample.
 
@@ -189,6 +206,28 @@ def is_sample_independent(module: nn.Module, x: Float[Tensor, "2 *features"]) ->
         return agree(*_trial_outputs(module, x, x[:1]))
     except Exception:  # training reports any failure of a user's network
         return False
+
+
+def _evaluate(
+    name: str, module: nn.Module, x: Tensor, layout: str | None, num_outputs: int
+) -> Tensor:
+    """Return the outputs for two samples. Raise ConfigError for a failure or another shape."""
+    try:
+        with torch.no_grad():
+            outputs: Any = module.eval()(x.clone())
+    except (Exception, SystemExit) as error:  # a user's network may fail in any way
+        by_layout = ' with `layout` = "channels_last"' if layout == "channels_last" else ""
+        raise ConfigError(
+            f"the model `{name}` cannot read samples of shape {tuple(x.shape[1:])}{by_layout}"
+            f"{failing_line(error)}: {error}"
+        ) from error
+    got: Any = tuple(outputs.shape) if isinstance(outputs, Tensor) else describe_type(outputs)
+    shape: Any = (2, num_outputs)
+    if num_outputs == 1:  # the shape of numbers is a matter between network and loss
+        shape = "(2, ...)"
+    if isinstance(outputs, Tensor) and (got == shape or (num_outputs == 1 and got[:1] == (2,))):
+        return outputs
+    raise ConfigError(f"the model `{name}` returned {got} for 2 samples, expected shape {shape}")
 
 
 def _check_hidden_parts(name: str, module: nn.Module) -> None:

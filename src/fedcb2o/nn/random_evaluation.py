@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from fedcb2o.nn.network_checks import random_place
+from fedcb2o.nn.comparison import agree, first_difference
 from fedcb2o.rng import stream
 
 
@@ -26,7 +26,7 @@ def seed_if_random_(
     Returns False for another network. `modules` are the network and copies of it; `x` has two
     samples. `name` is that of the model in messages, and `seed` that of the run.
     """
-    place = random_place(modules[0], x)
+    place = _random_place(modules[0], x)
     if not place:
         return False
     warnings.warn(
@@ -52,6 +52,23 @@ def seed_evaluation_(module: nn.Module, draw: np.random.Generator) -> list[Remov
         # Also after an error in the forward pass.
         module.register_forward_hook(hooks.restore_generator, always_call=True),
     ]
+
+
+def _random_place(module: nn.Module, x: Float[Tensor, "2 *features"]) -> str:
+    """Return the layer in which a network draws random numbers in evaluation, in words.
+
+    It is "" if the network draws none by PyTorch's generator. The network is left as it was, in
+    evaluation mode.
+    """
+    with torch.no_grad(), torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if agree(module.eval()(x), module(x)):
+            return ""
+        seeded = []
+        for _ in range(2):
+            torch.default_generator.manual_seed(0)
+            seeded.append(module(x))
+        return first_difference(module, x, [x]) if agree(*seeded) else ""
 
 
 class _EvaluationSeed:

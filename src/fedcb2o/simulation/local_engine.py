@@ -110,18 +110,12 @@ class LocalEngine:
         The function returns one result per member.
         """
         results: dict[int, T] = {}
-        for part, values in self._map_parts(function, members, *shared):
-            results.update(zip(part, values, strict=True))
-        return results
-
-    def _map_parts(
-        self, function: Callable[..., T], members: Sequence[int], *shared: Any
-    ) -> list[tuple[Sequence[int], T]]:
-        """Call the function for parts of some agents; return each part with its result."""
         parts = balance_load(members, self.costs, self.max_tasks)
         tasks = [(np.array(part, np.int64), *shared) for part in parts]
-        results = self.executor.map(function, tasks, settings=self._kernels)
-        return list(zip(parts, results, strict=True))
+        found = self.executor.map(function, tasks, settings=self._kernels)
+        for part, values in zip(parts, found, strict=True):
+            results.update(zip(part, values, strict=True))
+        return results
 
     def craft_models_(
         self, n: int, is_finite: Bool[np.ndarray, " N"], peek: Peek | None = None
@@ -206,9 +200,11 @@ class LocalEngine:
 
     def evaluate(self) -> EvaluationResult:
         """Return the test results of the benign agents."""
+        parts = balance_load(self._benign, self.costs, self.max_tasks)
+        tasks = [(np.array(part, np.int64),) for part in parts]
         with self._forbid_writes("model"):
-            results = self._map_parts(evaluate_models, self._benign)
-        return EvaluationResult.concatenate([result for _, result in results])
+            results = self.executor.map(evaluate_models, tasks, settings=self._kernels)
+        return EvaluationResult.concatenate(results)
 
     def persistent_state(self, state: AgentState) -> AgentState:
         """Return the state of all agents, which this process has entirely."""

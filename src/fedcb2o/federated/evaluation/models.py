@@ -1,7 +1,6 @@
 """Evaluation of agents' models on test samples."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
@@ -38,10 +37,12 @@ def evaluate_models(group: AgentGroup, members: Indices) -> EvaluationResult:
     """Evaluate members' models on their test samples, marked ones, and the common ones."""
     members = np.sort(members)
     found: dict[str, list[tuple[Indices, Score]]] = {}
-    for name, tested, test, loss in itertools.chain.from_iterable(
-        map(_in_parts, _tests(group, members))
-    ):
-        found.setdefault(name, []).append((tested, _score(group, name, tested, test, loss)))
+    for name, tested, test, loss in _tests(group, members):
+        # The predictions of many members would take much memory.
+        size = max(1, _MAX_OUTPUTS // max(1, len(test)))
+        for start in range(0, len(tested), size):
+            part = tested[start : start + size]
+            found.setdefault(name, []).append((part, _score(group, name, part, test, loss)))
     scores: dict[str, Score] = {}
     for name, parts in found.items():
         order = np.concatenate([tested for tested, _ in parts]).argsort()
@@ -155,14 +156,6 @@ def _tests(group: AgentGroup, members: Indices) -> Iterator[_Test]:
     common_test = group.data.common_test_set()
     if common_test is not None:
         yield "common", members, common_test, loss
-
-
-def _in_parts(test: _Test) -> Iterator[_Test]:
-    """Divide a test of many members, whose predictions would take much memory."""
-    name, members, samples, loss = test
-    size = max(1, _MAX_OUTPUTS // max(1, len(samples)))
-    for start in range(0, len(members), size):
-        yield name, members[start : start + size], samples, loss
 
 
 def _chosen_metrics(
