@@ -555,7 +555,6 @@ def half_of_the_mean(view, draw, *, share=0.5):
 
 
 BENIGN = {"a": model(1.0), "b": model(4.0)}
-DIAGONAL = [(0, 0), (1, 1)]
 
 
 @pytest.mark.parametrize(

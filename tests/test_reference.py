@@ -33,7 +33,6 @@ from tests.reference import (
 )
 
 INF, NAN = math.inf, math.nan
-E_TO_ONE = (math.e / (1 + math.e), 1 / (1 + math.e))
 # All peers are asked, and alpha = 1: weights are fractions.
 SIMPLE = replace(FEDCB2O, selection="everyone", alpha=1.0, kappa=1.0)
 

@@ -21,7 +21,6 @@ from fedcb2o.peer.node.agent import build_network
 HONEST = 4
 CHANGES = {"rounds": 10**6, "agents": {"benign": 5, "malicious": 0, "budget": 3}}
 TIMES = {"lag": 5, "deadline_seconds": 3.0, "round_seconds": 0.5}
-MAX_MEMORY = 100 * 2**20
 EQUIVOCATION = "answers: equivocation"
 MAX_PACE = 1.3
 MAX_PACE_OF_STRANGERS = 2.0
