@@ -1,5 +1,6 @@
 """Public aggregators: input and output types, errors, and comparison with plain loops."""
 
+import dataclasses
 import inspect
 import itertools
 import pickle
@@ -341,6 +342,40 @@ def test_clipping_in_place(rule, kind):
     assert x.tolist() == vectors
     assert rule(in_place=True, **parameters)(x) is x
     assert x.tolist() == expected.tolist() != vectors
+
+
+@pytest.mark.parametrize(
+    "rule", [aggregators.Clipping(1.0, in_place=True), aggregators.ARC(f=1, in_place=True)]
+)
+def test_huge_vectors_are_clipped_in_place(rule):
+    x = np.array([[1e308, 0.0], [0.0, 1e308], [1.0, 0.0]])
+    expected = dataclasses.replace(rule, in_place=False)(x)
+    assert rule(x) is x
+    assert x.tolist() == expected.tolist()
+    assert np.abs(x).max() < 1e61
+
+
+@pytest.mark.parametrize("dim", [3000, 40_000])
+def test_vectors_of_several_blocks_are_clipped_alike(dim):
+    x = np.random.default_rng(0).standard_normal((60, dim))
+    before = x.copy()
+    radius = float(np.median(np.linalg.norm(x, axis=1)))
+    factors = np.minimum(1, radius / np.linalg.norm(x, axis=1, keepdims=True))
+    clipped = aggregators.Clipping(radius)(x)
+    np.testing.assert_allclose(clipped, factors * x, rtol=1e-14)
+    np.testing.assert_array_equal(x, before)
+
+
+def test_means_of_all_forms_are_equal():
+    """Matrices take a path of their own; a gradient, a list and a sum that overflows do not."""
+    x = np.random.default_rng(0).standard_normal((21, 33), dtype=np.float32)
+    mean = aggregators.Average()(x)
+    np.testing.assert_allclose(mean, x.astype(np.float64).mean(0), rtol=1e-5, atol=1e-7)
+    tensor = torch.from_numpy(x)
+    for form in (tensor, tensor.clone().requires_grad_(), list(tensor), tensor.T.contiguous().T):
+        assert aggregators.Average()(form).tolist() == mean.tolist()
+    huge = np.full((3, 2), 3e38, np.float32)
+    np.testing.assert_allclose(aggregators.Average()(huge), huge[0], rtol=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from fedcb2o.user_values import to_tensor
 A = TypeVar("A", bound="Aggregator")
 
 _CHUNK = 2**14  # the rounding of a sum grows with its length
+_BLOCK = 2**17  # numbers that stay in the cache of a core
 
 # Parameters of classes that rules do not have.
 _PARAMETERS = {
@@ -223,7 +224,9 @@ def finite_gram(
     rows = stacked.rows
     if order is None:
         order = torch.arange(len(rows))
-    squares = _squared_norms(rows)[order] if last == 0 else None
+    squares = None
+    if last == 0:
+        squares = torch.tensor(_squared_norms(rows), dtype=torch.float64)[order]
     if squares is not None and squares.isfinite().all():
         g = torch.full((len(order),) * 2, torch.nan, dtype=torch.float64)
         g = g.diagonal_scatter(squares)
@@ -236,14 +239,19 @@ def finite_gram(
     return stacked, about_centre(stacked, order, g, last) if by_distances else g
 
 
-def finite_squares(stacked: Stack) -> tuple[Stack, list[float]]:
-    """Return models and their squared norms, scaled and checked as by `finite_gram`."""
-    squares: list[float] = _squared_norms(stacked.rows).tolist()
+def finite_squares(stacked: Stack, copy: Float[Tensor, "m d"] | None) -> tuple[Stack, list[float]]:
+    """Return models and their squared norms, scaled and checked as by `finite_gram`.
+
+    The models are written to `copy`, or scaled in place without one.
+    """
+    rows = stacked.rows if copy is None else copy
+    squares = _squared_norms(stacked.rows, copy)
     # NaN fails the comparison.
-    if sum(squares) <= base.LARGEST**2:
-        return stacked, squares
-    stacked, g = finite_gram(stacked, last=0)
-    return stacked, g.diagonal().tolist()
+    if not sum(squares) <= base.LARGEST**2:
+        scaled, g = finite_gram(stacked, last=0)
+        squares = g.diagonal().tolist()
+        rows.copy_(scaled.rows)
+    return dataclasses.replace(stacked, rows=rows), squares
 
 
 def about_centre(
@@ -256,21 +264,39 @@ def about_centre(
     return gram(base.about(stacked.rows[order], central), last=last)
 
 
-def _squared_norms(rows: Float[Tensor, "p d"]) -> Float[Tensor, " p"]:
-    """Compute squared norms in one pass, by chunks, so that rounding stays small."""
-    is_on_cpu = rows.device.type == "cpu"
-    # NumPy's products are the faster ones.
-    x: Any = rows.detach().numpy() if is_on_cpu else rows
-    product: Any = np.vecdot if is_on_cpu else torch.linalg.vecdot
-    width = rows.shape[1] // _CHUNK * _CHUNK
-    parts = [x]
-    # Few calls for few numbers.
-    if width > _CHUNK:
-        parts = [x[:, :width].reshape(len(x), -1, _CHUNK), x[:, None, width:]]
+def _squared_norms(
+    rows: Float[Tensor, "p d"], copy: Float[Tensor, "p d"] | None = None
+) -> list[float]:
+    """Compute squared norms in one pass, by chunks, so that rounding stays small.
+
+    With `copy` the rows are copied there in the same pass.
+    """
+    if rows.device.type != "cpu":
+        if copy is not None:
+            copy.copy_(rows)
+        return torch.linalg.vecdot(rows, rows).double().tolist()  # type: ignore[no-any-return]
+
+    m, d = rows.shape
+    count = d // _CHUNK if d >= 2 * _CHUNK else 0
+    width = count * _CHUNK
+    sums = np.empty((m, count + 1))
+    # NumPy's products are the faster ones. A block stays in the cache after its copy.
+    x, to = rows.numpy(), None if copy is None else copy.numpy()
+    step = max(1, _BLOCK // max(1, d))
     # The caller looks for models that are huge or not finite.
     with np.errstate(over="ignore", invalid="ignore"):
-        squares = [torch.as_tensor(product(part, part)).cpu().double() for part in parts]
-    return squares[0] if len(parts) == 1 else torch.cat(squares, 1).sum(1)
+        for a in range(0, m, step):
+            block = x[a : a + step]
+            if to is not None:
+                to[a : a + step] = block
+                block = to[a : a + step]
+            if count:
+                chunks = block[:, :width].reshape(len(block), count, _CHUNK)
+                sums[a : a + step, :count] = np.vecdot(chunks, chunks)
+                block = block[:, width:]
+            sums[a : a + step, count] = np.vecdot(block, block)
+    squares: list[float] = (torch.from_numpy(sums).sum(1) if count else sums[:, 0]).tolist()
+    return squares
 
 
 def with_origin(g: Float[Tensor, "m m"]) -> Float[Tensor, "k k"]:

@@ -104,7 +104,8 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
     tensor = torch.from_numpy(models) if _is_plain(models) else to_tensor("`models` holds", models)
     dtype = tensor.dtype if tensor.is_floating_point() else torch.float64
     shape = tensor.shape[1:]
-    rows = tensor.reshape(len(tensor), -1)
+    # Each call of PyTorch takes the time of thousands of numbers.
+    rows = tensor if tensor.ndim == 2 else tensor.reshape(len(tensor), -1)
     if not tensor.is_floating_point():
         # Sums of whole numbers must not wrap around.
         rows = rows.double()
@@ -112,7 +113,9 @@ def _from_tensor(models: Tensor | np.ndarray) -> Stack:
         rows = rows.float()
 
     def restore(values: Tensor) -> Any:
-        result = values.to(dtype).view(*values.shape[:-1], *shape)
+        result = values if values.dtype is dtype else values.to(dtype)
+        if len(shape) != 1:
+            result = result.view(*values.shape[:-1], *shape)
         return result.numpy() if isinstance(models, np.ndarray) else result
 
     def read(which: str, model: Any) -> Tensor:

@@ -27,7 +27,7 @@ from fedcb2o.federated.aggregation import base, preaggregation
 
 __all__ = ["ARC", "NNM", "Bucketing", "Clipping"]
 
-_CALL = 2**15  # numbers that are scaled in the time of one call
+_CALL = 2**13  # numbers that are scaled in the time of one call
 
 
 @aggregator(preaggregation.nnm)
@@ -96,7 +96,7 @@ class Clipping(Aggregator):
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         require("radius", self.c, self.c > 0, "above 0")
-        stacked, squares = finite_squares(stacked)
+        stacked, squares = _own_rows(models, stacked, in_place=self.in_place)
         return _clipped(models, stacked, squares, self.c, in_place=self.in_place)
 
 
@@ -121,7 +121,7 @@ class ARC(Aggregator):
         """Return as many vectors, of the same type."""
         stacked = stack(models)
         f = fit_f(preaggregation.arc, self.f, len(stacked.rows), clip_f=self.clip_f)
-        stacked, squares = finite_squares(stacked)
+        stacked, squares = _own_rows(models, stacked, in_place=self.in_place)
         radius = preaggregation.arc_radius(squares, f)
         return _clipped(models, stacked, squares, radius, in_place=self.in_place)
 
@@ -129,7 +129,7 @@ class ARC(Aggregator):
 def _new_rows(rows: Float[Tensor, "m d"], count: int) -> Float[Tensor, "k d"]:
     """Return new memory: NumPy's on the CPU, because it asks Linux for large pages."""
     if rows.device.type == "cpu":
-        return torch.from_numpy(np.empty((count, rows.shape[1]), rows.detach().numpy().dtype))
+        return torch.from_numpy(np.empty((count, rows.shape[1]), rows.numpy().dtype))
     return rows.new_empty(count, rows.shape[1])
 
 
@@ -143,10 +143,8 @@ def _mixed(stacked: Stack, matrix: Float[Tensor, "j m"]) -> Any:
     return stacked.restore_all(mixed)
 
 
-def _clipped(
-    models: Models, stacked: Stack, squares: Sequence[float], radius: float, *, in_place: bool
-) -> Any:
-    """Return the caller's vectors, with squared norms `squares`, scaled to a norm of `radius`."""
+def _own_rows(models: Models, stacked: Stack, *, in_place: bool) -> tuple[Stack, list[float]]:
+    """Return vectors that may be written to, and their squared norms."""
     rows = stacked.rows
     if in_place and not shares_memory(models, rows):
         raise ConfigError(
@@ -154,14 +152,24 @@ def _clipped(
         )
     # The rows of a list are a copy already.
     is_own = in_place or stacked.is_list
-    result = rows if is_own else _new_rows(rows, len(rows))
+    return finite_squares(stacked, None if is_own else _new_rows(rows, len(rows)))
+
+
+def _clipped(
+    models: Models, stacked: Stack, squares: Sequence[float], radius: float, *, in_place: bool
+) -> Any:
+    """Scale the rows, with squared norms `squares`, to a norm of at most `radius`."""
+    rows = stacked.rows
     norms = [math.sqrt(square) for square in squares]
-    changed = [i for i, norm in enumerate(norms) if norm > radius or not is_own]
+    changed = [i for i, norm in enumerate(norms) if norm > radius]
+    is_on_cpu = rows.device.type == "cpu"
+    x: Any = rows.numpy() if is_on_cpu else rows
     # A call takes the time of `_CALL` numbers.
     if len(changed) * (_CALL + rows.shape[1]) < rows.numel():
         for i in changed:
-            rows[i].mul_(radius / norms[i])
+            x[i] *= radius / norms[i]
     else:
         factors = [radius / norm if norm > radius else 1.0 for norm in norms]
-        torch.mul(rows, rows.new_tensor(factors).unsqueeze(1), out=result)
-    return models if in_place else stacked.restore_all(result)
+        column = np.array(factors, x.dtype) if is_on_cpu else x.new_tensor(factors)
+        x *= column[:, None]
+    return models if in_place else stacked.restore_all(rows)
