@@ -199,9 +199,16 @@ def agent_group_of(
     clusters = spec.algorithm.clusters
     num_kept = int(rows.max()) + 1 + (0 if clusters is None else clusters.num_rows(len(ids)))
     models_per_attacker = adversary.attack.num_published(1, len(BENIGN_IDS))
+    encodes = spec.agents.encoding != "float32"
     layout = BufferLayout.create(
-        rows, num_kept, agent_data.malicious, models_per_attacker, spec.algorithm.keeps_previous
+        rows,
+        num_kept + encodes * len(ids),
+        agent_data.malicious,
+        models_per_attacker,
+        spec.algorithm.keeps_previous,
     )
+    if encodes:
+        layout = dataclasses.replace(layout, sent=num_kept + np.arange(len(ids)))
     return AgentGroup(
         spec, agent_data, adversary, layout, empty_models(layout.first_received + inbox, spec.dim)
     )

@@ -124,10 +124,14 @@ def assert_cluster_agrees(
     settings = {"kernels": KernelConfig(models_per_batch=2), "max_samples": 17, **changes}
     scene = Scene(algorithm, attack, make, own_model, settings)
     group = scene.block()
-    group.models[: len(CLUSTER)] = initial_models(group.spec)
+    num_kept = len(CLUSTER)
+    group.models[:num_kept] = initial_models(group.spec)
+    if group.layout.sent is not None:
+        num_kept *= 2
+        group.models[group.layout.sent] = group.models[: len(CLUSTER)]
     local_rounds, models = (
         found_by(LocalEngine(group, SerialExecutor(group)), rounds),
-        group.models[: len(CLUSTER)],
+        group.models[:num_kept],
     )
     for count in counts:
         engine = cluster_engine(actors, scene, count)
@@ -161,6 +165,14 @@ ALGORITHMS = {
 @pytest.mark.quick
 def test_cluster_agrees_with_absent_agents(cluster):
     assert_cluster_agrees(cluster, ALGORITHMS["FedCB2O"], participation=0.6, rounds=3)
+
+
+@pytest.mark.parametrize("attack", [flipping, partial(crafting, "alie")], ids=["flip", "alie"])
+def test_cluster_agrees_on_top_k_differences(cluster, attack):
+    """Published models are encoded, but those of attackers who craft theirs."""
+    assert_cluster_agrees(
+        cluster, ALGORITHMS["FedCB2O"], attack, encoding="top_k", participation=0.6, rounds=3
+    )
 
 
 @pytest.mark.parametrize("participation", [1.0, 0.6])
