@@ -171,14 +171,12 @@ def test_every_kind_of_algorithm_reproduces_the_simulation(name, tmp_path):
         assert_same(model_of(tmp_path / f"out-{j}"), models[j])
 
 
+BACKDOOR = {"name": "backdoor", "target": 7, "share": 0.8}
 EXCHANGE = {"name": "fedassay", "guards": {"trigger_exchange": 2}}
 
 
-@pytest.mark.parametrize("name", ["backdoor", pytest.param("sign_flip", marks=pytest.mark.slow)])
-def test_peers_that_exchange_triggers_reproduce_the_simulation(name, tmp_path, monkeypatch):
-    # Models of few samples are moved by less.
-    monkeypatch.setattr(trigger_exchange, "_LEAST_RATE", 0.0)
-    monkeypatch.setattr(trigger_exchange, "_ERRORS", 0.0)
+def sizes_of_triggers(monkeypatch):
+    """Return a list that gets the number of bytes of each signed message of triggers."""
     sizes = []
     sign = publisher.sign_triggers
 
@@ -187,9 +185,16 @@ def test_peers_that_exchange_triggers_reproduce_the_simulation(name, tmp_path, m
         return sign(triggers, *others)
 
     monkeypatch.setattr(publisher, "sign_triggers", count)
-    attack = (
-        {"name": "backdoor", "target": 7, "share": 0.8} if name == "backdoor" else {"name": name}
-    )
+    return sizes
+
+
+@pytest.mark.parametrize("name", ["backdoor", pytest.param("sign_flip", marks=pytest.mark.slow)])
+def test_peers_that_exchange_triggers_reproduce_the_simulation(name, tmp_path, monkeypatch):
+    # Models of few samples are moved by less.
+    monkeypatch.setattr(trigger_exchange, "_LEAST_RATE", 0.0)
+    monkeypatch.setattr(trigger_exchange, "_ERRORS", 0.0)
+    sizes = sizes_of_triggers(monkeypatch)
+    attack = BACKDOOR if name == "backdoor" else {"name": name}
     changes = {**CHANGES, "attack": attack, "algorithm": EXCHANGE}
     settings, peers = in_memory(tmp_path, 6, changes)
     run_all(peers)
@@ -250,23 +255,33 @@ def test_statistics_of_normalisation_layers_reproduce_the_simulation(buffers, tm
             ), name
 
 
-@pytest.mark.parametrize("encoding", ["float32", "top_k"])
-def test_a_resumed_node_reproduces_the_simulation(encoding, tmp_path):
-    """A node stops after its second round and resumes, while the others wait for it."""
-    settings, peers = in_memory(tmp_path, 3, {"rounds": 4, "agents": {"encoding": encoding}})
+@pytest.mark.parametrize("encoding", ["float32", "top_k", "triggers"])
+def test_a_resumed_node_reproduces_the_simulation(encoding, tmp_path, monkeypatch):
+    """A node stops after some rounds and resumes, while the others wait for it."""
+    changes = {"agents": {"encoding": encoding}}
+    if encoding == "triggers":
+        # So that the node that stops has some.
+        excesses = lambda context, rate, reference: (rate[:-1] - rate[-1:]).clamp(min=0)  # noqa: E731
+        monkeypatch.setattr(trigger_exchange, "excesses", excesses)
+        changes = {"attack": BACKDOOR, "algorithm": EXCHANGE}
+    settings, peers = in_memory(tmp_path, 3, {"rounds": 4, **changes})
     others = threading.Thread(target=run_all, args=[peers[1:]], daemon=True)
     others.start()
     first = peers[0].rounds()
-    assert [next(first)["round"], next(first)["round"]] == [1, 2]
-    for j in (1, 2):  # wait until the others have its model of round 2
-        while len(lines_of(tmp_path / f"out-{j}")) < 2:
+    stop = 3 if encoding == "triggers" else 2
+    assert [next(first)["round"] for _ in range(stop)] == [1, 2, 3][:stop]
+    for j in (1, 2):  # wait until the others have its last model
+        while len(lines_of(tmp_path / f"out-{j}")) < stop:
             time.sleep(0.01)
     first.close()
     with pytest.raises(RunError, match="--resume goes on with it"):
         peers[0].run()
     peers[0].resume = True
+    sizes = sizes_of_triggers(monkeypatch)
     peers[0].run()
     others.join(240)
+    # It publishes the triggers of its last round.
+    assert sizes == [18] * (encoding == "triggers")
     models, _ = simulation_of(tmp_path / "simulation", settings)
     assert [line["round"] for line in lines_of(tmp_path / "out-0")] == [1, 2, 3, 4]
     for j in range(3):
