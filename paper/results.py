@@ -33,6 +33,7 @@ from paper.frontier import frontier_table
 from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
 from paper.trial import trial_table
+from paper.triggers import triggers_table
 from paper.weak_places import weak_places_table
 from PIL import Image
 
@@ -427,6 +428,7 @@ TABLES = {
     "weak_places": weak_places_table,
     "adaptive": adaptive_table,
     "last_layer": last_layer_table,
+    "triggers": triggers_table,
     "board": board.table,
     "adversary": board.adversary_table,
     "forms": board.forms_table,

@@ -1,0 +1,131 @@
+"""Defences against triggers by data set, on seeds and images on which nothing was chosen.
+
+    .venv/bin/python -m paper.triggers            # measure missing runs
+    .venv/bin/python -m paper.triggers --time     # the time of a run, as a ratio
+    .venv/bin/python -m paper.triggers --again exchange
+
+Attackers poison half of their samples. Fashion-MNIST is read from the folder that FEDCB2O_DATA
+names. The values are in docs/benchmark/triggers/values.csv: percent over benign agents after the
+last round. An interrupted measurement resumes.
+"""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+import statistics
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+from paper import cells, last_layer
+from paper.cells import Cell
+from paper.distil import DIGITS, FASHION
+from paper.last_layer import CLEAN, TRIGGERS, WINE
+
+VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "triggers" / "values.csv"
+SEEDS = (21, 22)
+METHODS: dict[str, dict[str, Any]] = {
+    "FedAssay": {"name": "fedassay"},
+    "exchange": {"name": "fedassay", "guards": {"trigger_exchange": 5}},
+    "last layer": last_layer.METHODS["last layer"],
+}
+IMAGES = {name: {"attack": {**attack, "share": 0.5}} for name, attack in TRIGGERS.items()}
+FEATURES = {
+    "three features": {
+        "attack": {"name": "paper.last_layer:table_backdoor", "target": 1, "share": 0.5}
+    },
+    "edge case": {"attack": {"name": "edge_case", "target": 1, "share": 0.5}},
+}
+# The guard needs images.
+TABLES = {"wine"}
+SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
+    "digits": ("digits-fedassay", {**DIGITS, "evaluate_on": "redrawn"}, IMAGES),
+    "wine": ("digits-fedassay", {**WINE, "evaluate_on": "redrawn"}, FEATURES),
+    "Fashion-MNIST": (
+        "emnist-small-fedassay",
+        {**FASHION, "evaluate_on": "test", "agents.num_clusters": 1, "agents.malicious": 2},
+        {name: IMAGES[name] for name in ("backdoor", "black square", "waves", "distributed")},
+    ),
+}
+
+
+def methods_of(setting: str) -> list[str]:
+    """Return the methods that are measured in a setting."""
+    return [method for method in METHODS if setting not in TABLES or method != "exchange"]
+
+
+def run_cell(cell: Cell) -> tuple[float, float]:
+    """Return accuracy and attack success of a cell."""
+    name, method, attack, seed = cell
+    preset, changes, attacks = SETTINGS[name]
+    # Without attack, success is that of the first trigger on honest models.
+    attacked = attacks.get(attack) or {**CLEAN, **next(iter(attacks.values()))}
+    changes = {**changes, **attacked, "algorithm": METHODS[method], "evaluate_every": 100}
+    return cells.measure(preset, changes, seed)
+
+
+def all_cells() -> list[Cell]:
+    """Return the cells in the order of their measurement, methods next to each other."""
+    return [
+        (name, method, attack, seed)
+        for name, (_, _, attacks) in SETTINGS.items()
+        for seed in SEEDS
+        for attack in ("none", *attacks)
+        for method in methods_of(name)
+    ]
+
+
+def triggers_table() -> pd.DataFrame:
+    """Return the number of seeds, and accuracy / success by setting and attack, as text.
+
+    A row has the seeds that all of its methods have, and is left out without any.
+    """
+    values = pd.read_csv(VALUES)
+    row = ["setting", "attack"]
+    num_methods = values.groupby([*row, "seed"]).method.transform("count")
+    values = values[num_methods == values.setting.map(lambda name: len(methods_of(name)))]
+    means = values.groupby([*row, "method"])[list(cells.MEASURES)].mean().map("{:.1f}".format)
+    is_clean = means.index.get_level_values("attack") == "none"
+    text = (means.accuracy + " / " + means.success).where(~is_clean, means.accuracy)
+    table = text.unstack().fillna("")
+    table.insert(0, "seeds", values.groupby(row).seed.nunique().astype(str))
+    rows = [
+        (name, attack)
+        for name, (_, _, attacks) in SETTINGS.items()
+        for attack in ("none", *attacks)
+        if (name, attack) in table.index
+    ]
+    table = table.loc[rows, ["seeds", *METHODS]]
+    table.index = pd.Index([f"{name}: {attack}" for name, attack in rows])
+    return table.rename_axis("Setting: attack").rename_axis(columns=None)
+
+
+def time_ratios(repetitions: int = 4) -> dict[str, float]:
+    """Return the processor time of the exchange as a multiple of FedAssay's, runs by turns."""
+    ratios = {}
+    for attack in ("none", "backdoor"):
+        seconds: dict[str, list[float]] = {"FedAssay": [], "exchange": []}
+        for _ in range(repetitions):
+            for method, values in seconds.items():
+                start = time.process_time()
+                run_cell(("digits", method, attack, SEEDS[0]))
+                values.append(time.process_time() - start)
+        medians = {method: statistics.median(values) for method, values in seconds.items()}
+        ratios[attack] = medians["exchange"] / medians["FedAssay"]
+    return ratios
+
+
+def main() -> None:
+    """Measure the missing runs."""
+    if sys.argv[1:] == ["--time"]:
+        print(time_ratios())
+        return
+    cells.remove_requested(VALUES, METHODS, __doc__)
+    cells.measure_missing(VALUES, "setting", all_cells(), run_cell)
+
+
+if __name__ == "__main__":
+    main()
