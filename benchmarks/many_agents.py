@@ -20,7 +20,6 @@ likely, and from identities that are new in every round.
 
 import argparse
 import csv
-import json
 import math
 import resource
 import tempfile
@@ -36,6 +35,7 @@ import fedcb2o
 from fedcb2o.federated.contacts import CandidatePeers, ContactTable
 from fedcb2o.federated.ragged import Ragged
 from fedcb2o.federated.selection import BATCHED_SELECTION, prob_sampling
+from fedcb2o.records import log_path, read_lines
 from fedcb2o.rng import agent_streams
 
 VALUES = Path(__file__).with_suffix(".csv")
@@ -113,11 +113,11 @@ def measure(arm: str, agents: int, rounds: int, evaluate_every: int, report: Rep
     rows: list[list[Any]] = []
 
     with tempfile.TemporaryDirectory() as folder:
-        pairs = Path(folder) / "seed-0" / "pairs.jsonl"
+        place = Path(folder) / "seed-0"
 
         def watch(run: Any, seed: int, line: Mapping[str, Any]) -> None:
             hostile, most = [], []
-            asked = json.loads(last_line(pairs))
+            _, asked = next(read_lines(log_path(place, "pairs"), skip=line["round"] - 1))
             ids = asked.get("agents", range(agents))
             for j, peers in zip(ids, asked["asked"], strict=True):
                 if j < num_benign and peers:
@@ -133,12 +133,6 @@ def measure(arm: str, agents: int, rounds: int, evaluate_every: int, report: Rep
             report(rows)
 
         fedcb2o.run(setting, out=folder, workers=1, watch=watch)
-
-
-def last_line(path: Path) -> bytes:
-    """Return the last line of a log."""
-    content = path.read_bytes()
-    return content[content.rindex(b"\n", 0, -1) + 1 :] if content.count(b"\n") > 1 else content
 
 
 def write_values(path: Path, header: Sequence[str], rows: Sequence[Sequence[Any]]) -> None:

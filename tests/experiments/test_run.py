@@ -20,8 +20,9 @@ from torch import nn
 import fedcb2o
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments import load, run
-from fedcb2o.experiments.runs import Progress, _provenance, _round_records
+from fedcb2o.experiments.runs import Progress, _provenance
 from fedcb2o.federated.evaluation import models
+from fedcb2o.records import _parquet
 from fedcb2o.report import compare, left_out_note, report, summary
 from fedcb2o.rng import stream
 
@@ -75,10 +76,10 @@ def test_an_evaluation_in_parts_changes_no_bit(tmp_path, monkeypatch):
 
 
 def test_pairs_of_many_agents_are_recorded_for_some_at_equal_distances(tmp_path, monkeypatch):
-    settings = tiny(rounds=2, algorithm={"name": "by_rule", "rule": "multi_krum"})
+    settings = tiny(rounds=2, records="jsonl", algorithm={"name": "by_rule", "rule": "multi_krum"})
     whole = run(settings, out=tmp_path / "whole", workers=1)
     count = len(whole.agents)
-    monkeypatch.setattr(_round_records, "MAX_PAIR_AGENTS", count - 2)
+    monkeypatch.setattr(_parquet, "MAX_PAIR_AGENTS", count - 2)
     part = run(settings, out=tmp_path / "part", workers=1)
     recorded = [k * count // (count - 2) for k in range(count - 2)]
     for line, of_all in zip(

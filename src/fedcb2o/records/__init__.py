@@ -48,7 +48,8 @@ from fedcb2o.records._files import (
     write_toml,
 )
 from fedcb2o.records._former_settings import current_settings, original_changes
-from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, read_lines
+from fedcb2o.records._jsonl import REPRODUCIBLE_LOGS, RoundLog, log_path, read_lines
+from fedcb2o.records._parquet import has_pyarrow, require_pyarrow, sampled_agents
 from fedcb2o.records.metrics import (
     MATRIX_METRICS,
     METRICS,

@@ -26,6 +26,7 @@ from fedcb2o.records._files import (
     to_plain,
 )
 from fedcb2o.records._former_settings import original_settings
+from fedcb2o.records._parquet import log_files
 from fedcb2o.safe_files import check_regular, open_regular
 
 MANIFEST_FILE = "sums.json"
@@ -34,13 +35,19 @@ INITIAL_FILES = ("environment.json", "agents.json", "samples.safetensors")
 """Files that are written when a seed begins."""
 BEST_FILE = "best.safetensors"
 """Models of the rounds with the lowest validation losses."""
-LOG_FILES = ("metrics.jsonl", "pairs.jsonl", "timing.jsonl")
-"""Files that grow with every round."""
+LOG_FILES = (
+    *("metrics.jsonl", "pairs.jsonl", "timing.jsonl"),
+    *("metrics.parquet", "pairs.parquet"),
+)
+"""Files, or folders of files, that grow with every round."""
 # Files that exist, and change no more, when a seed has finished.
 _FINAL_FILES = ("summary.json", CHECKPOINT_FILE)
 # Files that may be missing, because nothing else depends on them.
 _OPTIONAL_FILES = ("timing.jsonl", "samples.safetensors")
-NON_RESULT_SETTINGS = ("name", "title", "description", "seeds", "checkpoint_every", "keep_best")
+NON_RESULT_SETTINGS = (
+    *("name", "title", "description", "seeds"),
+    *("checkpoint_every", "keep_best", "records"),
+)
 """Settings that no number of a round depends on."""
 
 Checksum = tuple[int, str]
@@ -128,6 +135,9 @@ class Manifest:
         if expected is None:
             if path.exists() and not is_growing:
                 raise damaged_error(path, f"it is no file of this seed, by its {MANIFEST_FILE}")
+            columns = path.with_suffix(".parquet")
+            if path.suffix == ".jsonl" and columns.name in checksums and not columns.exists():
+                raise damaged_error(columns, "it is gone")
             return path
 
         size, _ = expected
@@ -138,11 +148,13 @@ class Manifest:
             return path
 
         try:
-            check_regular(path)
+            for file in log_files(path):
+                check_regular(file)
         except OSError as error:
             raise read_error(path, error) from error
         # The size is compared first, because a large file takes long to read.
-        has_other_size = not is_growing and path.stat().st_size != size
+        found = sum(file.stat().st_size for file in log_files(path))
+        has_other_size = not is_growing and found != size
         if has_other_size or checksum_file(path, size) != expected:
             raise damaged_error(path, "it does not hold what was written, by its SHA-256")
         return path
@@ -194,18 +206,19 @@ def _checksum_files(folder: Path, names: Iterable[str]) -> dict[str, Checksum]:
 
 
 def checksum_file(path: Path, size: int | None = None) -> Checksum:
-    """Compute the checksum of a file or of its first `size` bytes."""
+    """Compute the checksum of a file, or a log of several, or of its first `size` bytes."""
     digest = hashlib.sha256()
     count = 0
     limit = math.inf if size is None else size
-    try:
-        file = open_regular(path)
-    except OSError as error:
-        raise read_error(path, error) from error
-    with file:
-        while part := file.read(int(min(limit - count, 2**20))):
-            digest.update(part)
-            count += len(part)
+    for name in log_files(path):
+        try:
+            file = open_regular(name)
+        except OSError as error:
+            raise read_error(name, error) from error
+        with file:
+            while part := file.read(int(min(limit - count, 2**20))):
+                digest.update(part)
+                count += len(part)
     return count, digest.hexdigest()
 
 

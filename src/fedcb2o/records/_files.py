@@ -33,7 +33,7 @@ _MAX_JSON_BYTES = 2**28
 _HARD_LINK_REMEDY = (
     "which would change with it: copy it to a new file (`cp`), and rename the copy to this name"
 )
-FILE_SUFFIXES = (".json", ".jsonl", ".safetensors", ".toml")
+FILE_SUFFIXES = (".json", ".jsonl", ".parquet", ".safetensors", ".toml")
 """Suffixes of the files of a run."""
 
 
@@ -284,7 +284,9 @@ _REMEDIES = {
     "environment.json": f"figures do without it; {_RERUN_ADVICE}",
     "agents.json": _RERUN_ADVICE,
     "metrics.jsonl": _RERUN_ADVICE,
+    "metrics.parquet": _RERUN_ADVICE,
     "pairs.jsonl": f"`compare` does without it; {_RERUN_ADVICE}",
+    "pairs.parquet": f"`compare` does without it; {_RERUN_ADVICE}",
     "signed.jsonl": (
         "restore it, since without it this agent could sign two models for one round, which others "
         "take for fraud"

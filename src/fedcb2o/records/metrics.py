@@ -33,6 +33,9 @@ class Metric:
         return f"{self.short_label} {number}"
 
 
+CLOCK_COLUMNS = ("hours", "bytes", "undelivered", "trained")
+"""Values of a round of simulated time, equal for all agents."""
+
 METRICS = {
     metric.name: metric
     for metric in (

@@ -26,15 +26,19 @@ from fedcb2o.records._checksums import (
     read_checkpoint_header,
 )
 from fedcb2o.records._files import DamagedError, damaged_error, read_error, read_json, rerun_advice
-from fedcb2o.records._jsonl import read_lines
+from fedcb2o.records._jsonl import log_path, read_lines
 from fedcb2o.records._summary import summary
-from fedcb2o.records.metrics import OPTIONAL_METRICS, STANDARD_METRICS, Metric, chosen_metrics
+from fedcb2o.records.metrics import (
+    CLOCK_COLUMNS,
+    OPTIONAL_METRICS,
+    STANDARD_METRICS,
+    Metric,
+    chosen_metrics,
+)
 from fedcb2o.records.toml import read_toml
 from fedcb2o.safe_files import check_regular
 
 AGENT_COLUMNS = ("cluster", "malicious", "num_samples", "source_in_validation")
-CLOCK_COLUMNS = ("hours", "bytes", "undelivered", "trained")
-"""Values of a round of simulated time, equal for all agents."""
 _ROUND_METRICS = ("train_loss", "validation_loss", "malicious_weight", "answered")
 RESERVED_COLUMNS = (
     "seed",
@@ -242,6 +246,9 @@ class Run:
                 raise
             return self._verified_path(seed, name)  # the run has continued in the meantime
 
+    def _verified_log(self, seed: int, name: str) -> Path:
+        return self._verified_path(seed, log_path(self._seed_directory(seed), name).name)
+
     @cached_property
     def records(self) -> pd.DataFrame:
         """One row per seed, round and agent: description and metrics.
@@ -305,7 +312,7 @@ class Run:
         names = (*_ROUND_METRICS, *STANDARD_METRICS, *self.custom_metrics)
         columns: dict[str, list[float | None]] = {name: [] for name in names}
 
-        path = self._verified_path(seed, "metrics.jsonl")
+        path = self._verified_log(seed, "metrics")
         for _, line in read_lines(path):
             if "hours" in line:
                 line |= {name: [line.get(name)] * count for name in CLOCK_COLUMNS}
@@ -348,7 +355,7 @@ class Run:
             name: [] for name in ("seed", "round", "agent", "peer", "weight", "f")
         }
         for seed in self.seeds:
-            path = self._verified_path(seed, "pairs.jsonl")
+            path = self._verified_log(seed, "pairs")
             for _, line in read_lines(path):
                 try:
                     _append_pairs(columns, seed, line)
@@ -388,7 +395,7 @@ class Run:
         """One row per seed and round: the seconds of each phase; none without timing.jsonl."""
         lines = []
         for seed in self.seeds:
-            path = self._verified_path(seed, "timing.jsonl")
+            path = self._verified_log(seed, "timing")
             lines += [{"seed": seed, **line} for _, line in read_lines(path)]
         return pd.DataFrame(lines) if lines else pd.DataFrame(columns=["seed", "round"])
 

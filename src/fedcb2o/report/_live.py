@@ -4,14 +4,14 @@ Files of a run that goes on have no checksums yet, so the page reads whole lines
 A cell is a run of a grid, or one seed of a single run.
 """
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from fedcb2o.errors import RunError
-from fedcb2o.records import METRICS, read_cells, read_config, read_toml
+from fedcb2o.records import METRICS, log_path, read_cells, read_config, read_lines, read_toml
 from fedcb2o.report._html import render_live
 from fedcb2o.report.grid_results import BASELINES, is_grid
 
@@ -140,13 +140,16 @@ def _measure(cell: _Cell, seeds: Iterable[Path]) -> _Cell:
 
 
 def _lines(folder: Path, name: str) -> list[dict[str, Any]]:
-    """Read the whole lines of a record file; the last one may be half written."""
-    try:
-        with (folder / f"{name}.jsonl").open(encoding="utf-8") as file:
-            text = file.read(_MAX_BYTES)
-        return [json.loads(line) for line in text.split("\n")[:-1]]
-    except (OSError, ValueError):
-        return []
+    """Read the finished rounds of a log, up to a limit of bytes."""
+    lines: list[dict[str, Any]] = []
+    size = 0
+    with suppress(RunError):
+        for content, line in read_lines(log_path(folder, name), stop_at_damage=True):
+            size += len(content)
+            if size > _MAX_BYTES:
+                break
+            lines.append(line)
+    return lines
 
 
 def _seconds_left(cells: Sequence[_Cell]) -> float | None:

@@ -34,7 +34,7 @@ class SeedRun:
 
 
 def round_scalars(line: Mapping[str, Any], malicious: Sequence[bool]) -> Iterator[Scalar]:
-    """Compute the scalars of one line of metrics.jsonl, such as "accuracy/mean".
+    """Compute the scalars of one round of metrics, such as "accuracy/mean".
 
     Each metric has its mean over the benign agents with a value. Evaluated ones also have the worst
     agent and the mean of the worst tenth, as in summary.json.

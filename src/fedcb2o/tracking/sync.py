@@ -51,7 +51,7 @@ class TrackerSync:
             self.copied_rounds[seed_run] = self._guard(lambda: self.writer.begin(seed_run))
 
         scalars = []
-        path = seed_run.folder / "metrics.jsonl"
+        path = records.log_path(seed_run.folder, "metrics")
         for _, line in records.read_lines(path, skip=self.copied_rounds[seed_run]):
             scalars += list(round_scalars(line, malicious))
         if scalars:

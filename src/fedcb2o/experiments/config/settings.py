@@ -146,6 +146,15 @@ class Experiment(Section):
             "`agents.hold_out` is then true by default"
         ),
     ] = False
+    records: Annotated[
+        Literal["jsonl", "parquet"] | None,
+        key_field(
+            "the format of metrics and pairs, which a seed keeps: JSON lines, or "
+            "[columns](runs.md#records-in-columns) by `pip install 'fedcb2o[parquet]'`. Above "
+            "10,000 agents, lines have the pairs of 10,000, columns those of all",
+            default='"parquet" above 10,000 agents with the extra, else "jsonl"',
+        ),
+    ] = None
     evaluate_on: Annotated[
         Literal["test", "tuning", "redrawn"],
         key_field(

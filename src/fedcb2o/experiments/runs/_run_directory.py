@@ -26,7 +26,7 @@ def open_run(
     something else, or with a part that is a link or another user's, is a RunError.
     """
     path = folder / "config.toml"
-    records.check_parts(folder, folder.glob("seed-*"))
+    records.check_parts(folder, _parts(folder))
     settings = experiment.settings()
     seeds = list(experiment.seeds)
     if path.exists() and overwrite:
@@ -45,9 +45,14 @@ def open_run(
     records.make_private(folder)
     records.write_toml(path, {**settings, "seeds": seeds})
     records.remove_temporaries(folder)
-    for directory in filter(Path.is_dir, folder.glob("seed-*")):
+    for directory in filter(Path.is_dir, _parts(folder)):
         records.make_private(directory)
         records.remove_temporaries(directory)
+
+
+def _parts(folder: Path) -> list[Path]:
+    """Return the folders of seeds, and of their records in Parquet."""
+    return [*folder.glob("seed-*"), *folder.glob("seed-*/*.parquet")]
 
 
 def _check_existing(
@@ -83,8 +88,8 @@ def _check_existing(
 
 def _has_rounds(folder: Path) -> bool:
     """Return whether a seed has recorded a round; one that failed in its first round has not."""
-    names = (records.CHECKPOINT_FILE, "metrics.jsonl", "summary.json")
-    return any((folder / name).exists() for name in names)
+    paths = (folder / records.CHECKPOINT_FILE, folder / "summary.json")
+    return any(path.exists() for path in (*paths, records.log_path(folder, "metrics")))
 
 
 def _check_seed_folder(folder: Path, settings: Mapping[str, Any]) -> None:

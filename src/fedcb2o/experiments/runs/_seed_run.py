@@ -30,7 +30,7 @@ from fedcb2o.experiments.runs._provenance import (
     write_provenance,
 )
 from fedcb2o.experiments.runs._recovery import verify_seed, write_summary
-from fedcb2o.experiments.runs._round_records import metrics_record, pairs_record
+from fedcb2o.experiments.runs._round_records import choose_columns, metrics_record, pairs_record
 from fedcb2o.experiments.runs._sources import changed_sources
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.privacy import spent_epsilon
@@ -103,6 +103,8 @@ def run_seeds_locally(
 
 def validate_seed(experiment: Experiment, seed: int, dataset: Dataset) -> PreparedSeed:
     """Prepare a seed and check the functions of users that its rounds call."""
+    if experiment.records == "parquet":
+        records.require_pyarrow()
     prepared = prepare_seed(experiment, seed, dataset)
     module = prepared.spec.module
     if (experiment.together or 1) > 1:
@@ -161,7 +163,8 @@ def run_seed(
     # A run that does not fit must leave no folder behind.
     place = backend.place(prepared, folder)
     records.make_folder(folder)
-    log = RoundLog(folder)
+    columns = choose_columns(experiment, folder)
+    log = RoundLog(folder, columns=columns)
     device = devices.resolve_device(experiment.device)
     kernels = choose_kernels(folder, prepared)
     if not (folder / ENVIRONMENT).exists():  # kept for the next start, if this one is killed
@@ -230,7 +233,7 @@ def run_seed(
             if clock is not None:
                 record |= clock.record
             log.append("metrics", record)
-            log.append("pairs", pairs_record(result))
+            log.append("pairs", pairs_record(result, is_parquet=bool(columns)))
             seconds = dict(result.seconds)
             if best is not None:
                 best.update(result, engine.persistent_models())

@@ -67,7 +67,9 @@ def make_federation(
     if experiment.clock is not None:
         raise ConfigError("`clock` is for simulations: real peers have real time, so leave it out")
     check_supported(experiment)
-    ignored = [f"`{key}`" for key in ("metrics", "keep_best") if getattr(experiment, key)]
+    ignored = [
+        f"`{key}`" for key in ("metrics", "keep_best", "records") if getattr(experiment, key)
+    ]
     if ignored:
         warnings.warn(
             f"a federation has no {' and '.join(ignored)}: each member chooses its own metrics, "
