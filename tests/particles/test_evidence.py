@@ -190,6 +190,18 @@ def test_local_searches_find_the_last_digits_within_the_constraints():
     assert abs(without.fun + math.sqrt(2)) > 1e-9
 
 
+def test_local_searches_end_where_more_constraints_than_coordinates_are_active():
+    """The solution is the apex of a cone with 30 curved faces."""
+    generator = np.random.default_rng(0)
+    apex = generator.uniform(-1, 1, 4)
+    faces = generator.normal(size=(30, 4))
+    faces[:, 3] = -abs(faces[:, 3]) - 0.1
+    cone = NonlinearConstraint(lambda x: np.expm1(faces @ (np.asarray(x) - apex)), -np.inf, 0.0)
+    result = minimize(lambda x: x[3], bounds=[(-3, 3)] * 4, constraints=cone, maxfev=200)
+    assert result.constr_violation == 0
+    assert result.fun == pytest.approx(apex[3], abs=1e-8)
+
+
 def test_functions_that_are_not_smooth_end_local_searches():
     """Each of three searches costs d + 1 evaluations at most twice."""
     calls = []

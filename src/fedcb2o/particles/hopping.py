@@ -212,11 +212,10 @@ class Hopper:
 
     def add_search(self, found: Found) -> None:
         """Receive the end of a local search, and its evaluated points."""
-        is_useful = found.is_settled or found.is_unfinished
         lowers = found.lowers if self.has_upper else _as_levels(found.lowers, None)[0]
         self._count(found.points, lowers)
         self.extra += len(found.points)
-        self._failures = 0 if is_useful else self._failures + 1
+        self._failures = 0 if found.is_settled or found.is_unfinished else self._failures + 1
         is_global = self._cloud is not None and not self._is_scouting
         lower = found.lower if self.has_upper else 0.0
         end = End(found.x, lower, found.upper, found.x, 0.0, found.is_settled, is_global)
@@ -272,8 +271,7 @@ class Hopper:
         violation = self._violation(lowers)
         self._num_candidates += 1
         order = self._order(violation, uppers, l_alone=self._num_candidates % 2 == 1)
-        rank = np.empty(len(order), dtype=int)
-        rank[order] = np.arange(len(order))
+        rank = np.argsort(order)
         if self.has_first and self.evaluated == len(points):
             return np.array(points[0])
         count = len(order)
@@ -572,6 +570,4 @@ def _as_levels(lower: Array, upper: Array | None) -> tuple[Array, Array]:
 def _spread(values: Array) -> float:
     """Return the interquartile range of the finite values."""
     values = values[np.isfinite(values)]
-    if not len(values):
-        return 0.0
-    return float(np.subtract(*np.percentile(values, [75, 25])))
+    return float(np.subtract(*np.percentile(values, [75, 25]))) if len(values) else 0.0

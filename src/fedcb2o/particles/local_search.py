@@ -83,8 +83,7 @@ def search_locally(
             raise _StopError
         points = np.repeat(first[None], len(offsets), 0)
         points[:, is_free] += offsets * width[is_free]
-        if walls is not None:
-            points = points.clip(*walls)
+        points = points.clip(*sides)
         # SLSQP waits here, in its thread, until the caller of the generator has the values.
         questions.put(points)
         answer: tuple[Array, Array] | None = answers.get()
@@ -92,9 +91,8 @@ def search_locally(
             raise _StopError
         return answer
 
-    ends = [np.full(is_free.sum(), side) for side in (-math.inf, math.inf)]
-    if walls is not None:
-        ends = [(side - first)[is_free] / width[is_free] for side in walls]
+    sides: Any = walls or (-math.inf, math.inf)
+    ends = [(side - first)[is_free] / width[is_free] for side in sides]
 
     def solve() -> None:
         try:
@@ -107,11 +105,14 @@ def search_locally(
     thread = threading.Thread(target=solve, daemon=True)
     thread.start()
     try:
-        left = limit
+        # The limit may end a search outside of the feasible set by little: the rest is for repairs.
+        spare = 0 if request.upper is None else min(_MAX_REPAIRS + 2 * len(first), limit // 2)
+        left = limit - spare
         is_spent = False
         while isinstance(question := questions.get(), np.ndarray):
             # A part of a gradient would be useless, so that a search ends before it.
             if len(question) > left:
+                left += 0 if is_spent else spare
                 is_spent = True
                 answers.put(None)
                 continue
@@ -145,15 +146,11 @@ def search_locally(
 
 
 def _solve(ask: _Ask, low: Array, high: Array, rival: float) -> bool:
-    """Run SLSQP, and repair its end. Return whether it converged.
-
-    An end that is not worse than `rival` is improved by central differences.
-    """
+    """Run SLSQP, and repair its end. Return whether it converged."""
     z = np.zeros(len(low))
     problem = _Differences(ask, low, high)
-    gradient, _ = problem.slope(z)
     # The first step is a part of the box, whatever the unit of the objective.
-    scale = max(float(np.abs(gradient).max()), 1e-300)
+    scale = max(float(np.abs(problem.slope(z)[0]).max()), 1e-300)
     constraints: Any = ()
     if problem.at(z)[1].size:
         constraints = {
@@ -173,17 +170,22 @@ def _solve(ask: _Ask, low: Array, high: Array, rival: float) -> bool:
             options={"ftol": _TOLERANCE, "maxiter": 200 + 20 * len(z)},
         )
 
-    found = run(z)
-    z = found.x.clip(low, high)
-    for _ in range(_MAX_RUNS):
-        value = problem.at(z)[0]
-        if found.status or value > rival:
-            break
-        problem.is_central = True
-        scale = max(float(np.abs(problem.slope(z)[0]).max()), 1e-6 * scale)
-        z = run(z).x.clip(low, high)
-        if value - problem.at(z)[0] <= _GAIN * (1 + abs(value)):
-            break
+    try:
+        found = run(z)
+        z = found.x.clip(low, high)
+        for _ in range(_MAX_RUNS):
+            value = problem.at(z)[0]
+            if found.status or value > rival:
+                break
+            problem.is_central = True
+            scale = max(float(np.abs(problem.slope(z)[0]).max()), 1e-6 * scale)
+            z = run(z).x.clip(low, high)
+            if value - problem.at(z)[0] <= _GAIN * (1 + abs(value)):
+                break
+    except _StopError:
+        if constraints:
+            _repair(problem.nearly_best(), problem)
+        raise
     if constraints:
         _repair(z, problem)
     return bool(found.status == 0)
@@ -208,6 +210,11 @@ class _Differences:
             self._memory[key] = (float(values[0]), residuals[0])
         return self._memory[key]
 
+    def nearly_best(self) -> Array:
+        """Return the best point that a repair may reach, or the first point."""
+        near = [(f, z) for z, (f, excess) in self._memory.items() if excess.max() <= _NEARLY_ACTIVE]
+        return np.frombuffer(min(near)[1]) if near else np.zeros(len(self.low))
+
     def slope(self, z: Array) -> tuple[Array, Array]:
         """Return their gradients [d] and [m, d]."""
         key = (z.tobytes(), self.is_central)
@@ -222,31 +229,28 @@ class _Differences:
             values, residuals = self._ask(points)
             dim = len(z)
             offsets = (points.reshape(-1, dim, dim) - z).diagonal(axis1=1, axis2=2)
-            first, last = offsets[0], offsets[1] if self.is_central else 0.0
+            size = offsets[0] - (offsets[1] if self.is_central else 0.0)
             values = values.reshape(-1, dim)
             residuals = residuals.reshape(len(values), dim, -1)
             start = (values[1], residuals[1]) if self.is_central else (value, residual)
-            self._slopes[key] = (
-                (values[0] - start[0]) / (first - last),
-                (residuals[0] - start[1]).T / (first - last),
-            )
+            self._slopes[key] = ((values[0] - start[0]) / size, (residuals[0] - start[1]).T / size)
         return self._slopes[key]
 
 
 def _repair(z: Array, problem: _Differences) -> None:
     """Take the shortest steps into the feasible set, which rounding has left."""
-    matrix = None
+    first = z
     margin = 1e-14
     for _ in range(_MAX_REPAIRS):
         excess = problem.at(z)[1]
         # A point far outside is no matter of rounding: the search has failed there.
         if excess.max() <= 0 or excess.max() > _NEARLY_ACTIVE:
             return
-        if matrix is None:
-            matrix = problem.slope(z)[1]
+        slopes = problem.slope(first)[1]
         is_active = excess > -_NEARLY_ACTIVE
         margin = max(10 * margin, float(excess.max()) / 2)
-        target = -(excess[is_active] + margin).clip(0)
-        # The least-norm step to the linearised constraints moves the objective the least.
-        step = np.linalg.lstsq(matrix[is_active], target, rcond=None)[0]
-        z = (z + step).clip(problem.low, problem.high)
+        # The shortest step moves the objective the least. More constraints than coordinates may be
+        # active, so that equations would have no solution.
+        active = optimize.LinearConstraint(slopes[is_active], ub=-excess[is_active] / margin - 1)
+        found = optimize.minimize(lambda s: s @ s, 0 * z, constraints=active, method="SLSQP")
+        z = (z + margin * found.x).clip(problem.low, problem.high)
