@@ -33,7 +33,7 @@ from fedcb2o.ray_backend._worker import AgentWorker
 from fedcb2o.simulation.rounds import WorkerLostError
 
 ANSWER_SECONDS = 60.0  # granted to nodes for reporting what they have
-PLACEMENT_SECONDS = 60.0  # without a new placed worker, after which placement has failed
+PLACEMENT_SECONDS = 120.0  # without a new placed worker, after which placement has failed
 
 _log = logging.getLogger(__name__)
 
