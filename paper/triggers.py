@@ -4,9 +4,10 @@
     .venv/bin/python -m paper.triggers --time     # the time of a run, as a ratio
     .venv/bin/python -m paper.triggers --again exchange
 
-Attackers poison half of their samples. Fashion-MNIST is read from the folder that FEDCB2O_DATA
-names. The values are in docs/benchmark/triggers/values.csv: percent over benign agents after the
-last round. An interrupted measurement resumes.
+Attackers poison half of their samples. EMNIST and Fashion-MNIST are read from the folder that
+FEDCB2O_DATA names, and HAPT needs the extra `har`. The values are in
+docs/benchmark/triggers/values.csv: percent over benign agents after the last round. An interrupted
+measurement resumes.
 """
 
 import os
@@ -22,7 +23,7 @@ from typing import Any
 import pandas as pd
 from paper import cells, last_layer
 from paper.cells import Cell
-from paper.distil import DIGITS, FASHION
+from paper.distil import DIGITS, EMNIST, FASHION, SMALL
 from paper.last_layer import CLEAN, TRIGGERS, WINE
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "triggers" / "values.csv"
@@ -33,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "last layer": last_layer.METHODS["last layer"],
 }
 IMAGES = {name: {"attack": {**attack, "share": 0.5}} for name, attack in TRIGGERS.items()}
+FOUR = {name: IMAGES[name] for name in ("backdoor", "black square", "waves", "distributed")}
 FEATURES = {
     "three features": {
         "attack": {"name": "paper.last_layer:table_backdoor", "target": 1, "share": 0.5}
@@ -40,14 +42,16 @@ FEATURES = {
     "edge case": {"attack": {"name": "edge_case", "target": 1, "share": 0.5}},
 }
 # The guard needs images.
-TABLES = {"wine"}
+TABLES = {"wine", "HAPT"}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "digits": ("digits-fedassay", {**DIGITS, "evaluate_on": "redrawn"}, IMAGES),
     "wine": ("digits-fedassay", {**WINE, "evaluate_on": "redrawn"}, FEATURES),
+    "HAPT": ("har-fedassay", {"evaluate_on": "test"}, FEATURES),
+    "EMNIST": (SMALL, {**EMNIST, "evaluate_on": "redrawn"}, FOUR),
     "Fashion-MNIST": (
-        "emnist-small-fedassay",
+        SMALL,
         {**FASHION, "evaluate_on": "test", "agents.num_clusters": 1, "agents.malicious": 2},
-        {name: IMAGES[name] for name in ("backdoor", "black square", "waves", "distributed")},
+        FOUR,
     ),
 }
 
