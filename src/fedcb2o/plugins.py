@@ -508,6 +508,19 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
     return value
 
 
+def to_plain(value: Any) -> Any:
+    """Return a value as TOML has it: functions as import paths, arrays as lists."""
+    if isinstance(value, Mapping):
+        return {key: to_plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_plain(item) for item in value]
+    if callable(value):
+        return label(value)
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    return to_python(value)
+
+
 def _is_of(value: Any, library: str, name: str) -> bool:
     """Say whether a value has a type of a library, which a relay never imports."""
     types = getattr(sys.modules.get(library), name, ())

@@ -3,10 +3,6 @@
 A function may return tensors, NumPy arrays of any number type, masked arrays, lists, or columns of
 pandas and other libraries. Masked and missing values become NaN. Values that are not real numbers
 are refused.
-
-Example:
-    >>> to_tensor("the function returned", np.ma.array([1, 2], mask=[False, True])).tolist()
-    [1.0, nan]
 """
 
 import math

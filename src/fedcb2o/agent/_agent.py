@@ -140,6 +140,7 @@ class Agent:
         self._judge = judge
         self._peers = PeerIds(id)
         self._state = AgentState.initial(1)
+        # Rules compare with the model from before the training, which the caller overwrites.
         self._previous = parameters.flatten(self.network)
         self._selected: tuple[tuple[int, ...], int] | None = None
         self._asked: set[int] = set()  # ids that any `select` of the round named
@@ -267,6 +268,7 @@ class Agent:
         models = self._previous.unsqueeze(0)
         group = single_agent.agent_group(self._round_spec(), self._data, models=models)
         asked = algorithm2.sample_peers(group, self._state.contacts[0], self.round)
+        # An agent that sampled itself has that model already.
         ids = [id for id in asked.values.tolist() if id != self._peers.own]
         self._asked.update(ids)
         return [self._peers.name(id) for id in ids]
@@ -309,6 +311,7 @@ class Agent:
                 f"{missing[0]!r}: take the names in `models`"
             )
         names = dict(zip(self._peers.ids(models), models, strict=True))
+        # The buffer is [own | previous | received], as that of a real peer.
         first_row = 1 + self._spec.algorithm.keeps_previous
         buffer = self._model_buffer(first_row + len(names))
         self._sound_theta(out=buffer[0])
@@ -335,6 +338,7 @@ class Agent:
             reason = unreadable or rejection_reason(
                 message, dim=self._format.dim, n=self.round, largest=size
             )
+            # Otherwise a peer could enter every round, whatever its likelihood is.
             if self._selected is not None and id not in self._asked:
                 reason = "it was not asked: `select` did not name it in this round"
             if reason:
@@ -345,6 +349,7 @@ class Agent:
         if self._selected is None:
             self._selected = (tuple(ids), max(1, len(names)))
 
+        # The algorithm returns weights only, and the caller gets the values of the criterion, too.
         observer = Observer(self._spec.algorithm)
         spec = dataclasses.replace(self._round_spec(), algorithm=observer.algorithm)
         group = single_agent.agent_group(spec, self._data, models=buffer)
@@ -464,6 +469,7 @@ class Agent:
         """
         model = with_prefix("model.", self._format.views(self._own_theta()))
         state = {**self.state_dict(), **model, "frozen": self._format.frozen_checksum()}
+        # safetensors takes contiguous tensors only.
         records.atomic_write(Path(path), save({k: t.contiguous() for k, t in state.items()}))
 
     def load(self, path: Path | str) -> None:
@@ -516,6 +522,7 @@ class Agent:
         with contextlib.ExitStack() as stack:
             stack.enter_context(parameters.borrowed(self.network))
             if self._is_random:
+                # Random layers draw the same numbers for every model, so that losses compare.
                 for handle in seed_evaluation_(self.network, stream(self._spec.seed, "evaluation")):
                     stack.callback(handle.remove)
             self.network.eval()

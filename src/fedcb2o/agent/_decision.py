@@ -52,6 +52,7 @@ class Observer:
         self.inputs: CriterionInput | None = None
         self.values: CriterionValues | None = None
         self.algorithm = algorithm
+        # The guard weighs around the algorithm, of which the criterion is observed.
         exchange = algorithm.weigh if isinstance(algorithm.weigh, ExchangeWeighing) else None
         original = exchange.weigh if exchange else algorithm.weigh
         if isinstance(original, CriterionWeighing):

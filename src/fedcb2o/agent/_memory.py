@@ -1,9 +1,4 @@
-"""Memory of an agent: names of peers, contacts and the state of its rule, as tensors by name.
-
->>> peers = PeerIds(None)
->>> peers.ids(["lab", "clinic"]), peers.own
-([2, 1], 0)
-"""
+"""Memory of an agent: names of peers, contacts and the state of its rule, as tensors by name."""
 
 import json
 from collections.abc import Hashable, Iterable, Mapping

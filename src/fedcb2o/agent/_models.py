@@ -1,13 +1,4 @@
-"""Models of an agent: state dicts or flat arrays from and to the rows of a buffer.
-
->>> import torch
->>> model_format = ModelFormat(nn.Linear(2, 1))
->>> row = torch.zeros(3)
->>> model_format.read_({"weight": [[1.0, 2.0]], "bias": [3.0]}, row)
-''
->>> row.tolist()
-[1.0, 2.0, 3.0]
-"""
+"""Models of an agent: state dicts or flat arrays from and to the rows of a buffer."""
 
 import collections
 import itertools

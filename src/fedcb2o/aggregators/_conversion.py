@@ -1,9 +1,4 @@
-"""Models of a caller as rows of one tensor, and aggregates as the caller's type.
-
->>> models = stack([np.array([1.0, 2.0]), np.array([3.0, 6.0])])
->>> models.restore(models.rows.mean(0))
-array([2., 4.])
-"""
+"""Models of a caller as rows of one tensor, and aggregates as the caller's type."""
 
 import copy
 import functools

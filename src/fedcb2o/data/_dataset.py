@@ -1,11 +1,4 @@
-"""Labelled samples, data sets, and the owners of samples.
-
-Example:
-    >>> samples = Shard(torch.zeros(4, 2), torch.tensor([0, 0, 1, 1]))
-    >>> pool, test = hold_out(samples, [1, 1], np.random.default_rng(0))
-    >>> len(pool), len(test)
-    (2, 2)
-"""
+"""Labelled samples, data sets, and the owners of samples."""
 
 import functools
 import unicodedata
@@ -101,14 +94,7 @@ class Groups:
     by_time: bool = False
 
     def part(self, chosen: Int[np.ndarray, " m"]) -> "Groups":
-        """Return the groups of a part of the samples.
-
-        Args:
-            chosen: Indices of samples in the pool.
-
-        Returns:
-            Their groups, in the order of the indices.
-        """
+        """Return the groups of chosen samples of the pool, in the order of the indices."""
         return Groups(self.pool[torch.from_numpy(chosen)], self.by_time)
 
 

@@ -84,14 +84,6 @@ def partition(
     ConfigError is raised if a setting is out of range, the pool is too small, the skew returns
     other numbers of samples, or an agent has no training or validation data. DataError is raised
     for a label that is not a class.
-
-    Example:
-        >>> agents = partition(
-        ...     torch.arange(100) % 10, num_clusters=2, benign=3, malicious=1, benign_samples=20,
-        ...     malicious_samples=10, validation=0.25, split="random", num_classes=10, seed=0,
-        ... )
-        >>> [len(train) for train in agents.train]
-        [15, 15, 15, 10, 15, 15, 15, 10]
     """
     # 1. The settings, and labels that are classes.
     benign_counts = _per_cluster(benign, num_clusters)
@@ -317,16 +309,6 @@ def partition_by_owner(
 
     ConfigError is raised if there are fewer owners than agents, or an owner is not in one cluster,
     and DataError if an agent has no training, validation or test samples.
-
-    Example:
-        >>> from fedcb2o.data import typefaces
-        >>> data = typefaces()
-        >>> agents = partition_by_owner(
-        ...     data, data.owners, benign=3, malicious=0, benign_samples=50, malicious_samples=None,
-        ...     validation=0.2, split="random", seed=0,
-        ... )
-        >>> [len(train) for train in agents.train]
-        [40, 40, 40]
     """
     num_owners = len(owners.names)
     num_agents = benign + malicious

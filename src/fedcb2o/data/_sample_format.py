@@ -2,12 +2,6 @@
 
 A network reads bytes (uint8) divided by 255, and all other numbers as they are. The same pixels as
 bytes and as numbers are therefore two scales, which must not meet in one data set or federation.
-
-Example:
-    >>> sample_values(torch.tensor([[0, 255]], dtype=torch.uint8))
-    'bytes'
-    >>> value_range(torch.tensor([[-1.0, 2.0]]))
-    (-1.0, 2.0)
 """
 
 import contextlib

@@ -1,9 +1,4 @@
-"""Samples that a user's function changed: they stay of one kind.
-
->>> shard = Shard(torch.zeros(2, 3), torch.tensor([0, 3]))
->>> changed_shard("attack `mine`", Shard(shard.x + 1, [3, 0]), shard).y.tolist()
-[3, 0]
-"""
+"""Samples that a user's function changed: they stay of one kind."""
 
 import math
 from typing import Any

@@ -1,11 +1,4 @@
-"""Images of Pillow as arrays [channels, height, width].
-
-Example:
-    >>> from PIL import Image
-    >>> pixels, mode = to_array("x", [Image.new("RGB", (4, 2)), Image.new("P", (4, 2))])
-    >>> pixels.shape, mode
-    ((2, 3, 2, 4), 'RGB')
-"""
+"""Images of Pillow as arrays [channels, height, width]."""
 
 import sys
 from collections.abc import Sequence

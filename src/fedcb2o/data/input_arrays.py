@@ -3,12 +3,6 @@
 Missing and masked values are errors wherever they are: in an array, in a row of a list, in a
 column of a table. Tables (pandas, Polars, Arrow, structured arrays) keep the names of their columns
 and the labels of their rows until those are compared.
-
-Example:
-    >>> import pandas as pd
-    >>> table = pd.DataFrame({"age": [30, 50], "smoker": [True, False]})
-    >>> to_numbers("x", table).tolist()
-    [[30.0, 1.0], [50.0, 0.0]]
 """
 
 import warnings

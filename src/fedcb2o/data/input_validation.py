@@ -1,9 +1,4 @@
-"""Validation of samples, labels, targets and owners from users.
-
-Example:
-    >>> check_samples("x", [[1, 2], [3, 4]]).dtype
-    dtype('float32')
-"""
+"""Validation of samples, labels, targets and owners from users."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple

@@ -1,10 +1,6 @@
 """The door for users' samples: data sets of one pool, and of several owners.
 
 Whatever a user gives becomes parts, read once by `sources.read` and checked by `check_parts`.
-
-Example:
-    >>> dataset([([0.0], "a"), ([1.0], "a"), ([2.0], "b"), ([3.0], "b")], test_share=0.5).pool
-    Shard(2 samples of shape (1,))
 """
 
 import logging

@@ -1,10 +1,4 @@
-"""Samples that two parts of a data set have in common, such as test samples to train on.
-
-Example:
-    >>> pool = torch.arange(200.0).reshape(100, 2)
-    >>> count_shared(pool[:10], pool)
-    10
-"""
+"""Samples that two parts of a data set have in common, such as test samples to train on."""
 
 from typing import Any
 

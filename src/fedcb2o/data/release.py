@@ -2,11 +2,6 @@
 
 Readers keep the first images of each class, in the order of the files. Only these images and one
 block of a file are in memory.
-
-Example:
-    >>> from fedcb2o.data.sets._mnist import MNIST
-    >>> MNIST.file_names[1]
-    'train-labels-idx1-ubyte'
 """
 
 import gzip

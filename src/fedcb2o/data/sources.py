@@ -3,12 +3,6 @@
 A source is read once, so that the samples, labels and owners of a row stay together. It is a pair
 (x, y), a table, a mapping of columns, a loader, or anything with a length and items: pairs (x, y),
 or rows that are mappings. Two `columns` name the samples and the labels.
-
-Example:
-    >>> rows = [{"age": 30, "dose": 1.5, "ill": 0}, {"age": 50, "dose": 2.0, "ill": 1}]
-    >>> part = read("`x`", ("x", "y"), rows, columns=(["age", "dose"], "ill"))
-    >>> part.x.to_numpy().tolist(), part.y
-    ([[30.0, 1.5], [50.0, 2.0]], [0, 1])
 """
 
 import warnings

@@ -2,10 +2,6 @@
 
 It is pydantic's, with the names of built-in functions. What needs all settings at once (a budget
 below the number of agents) and the parameters of functions are left to the run.
-
->>> from fedcb2o.experiments.schema import schema
->>> schema()["properties"]["rounds"]["minimum"]
-1
 """
 
 import functools

@@ -110,6 +110,8 @@ class AttackView:
     factor_pairs: tuple[FactorPair, ...] = ()
     threat: Threat
     server: Callable[[Float[Tensor, "m d"]], Float[Tensor, " d"]] | None = None
+    # Functions: the models of other agents may be on another machine, and are fetched where an
+    # attack looks at them.
     _ids_of: Callable[[Knowledge, int], Iterable[int]]
     _peek: Callable[[list[int]], Float[Tensor, "m d"]]
     _links: Callable[[], Bool[np.ndarray, "r r"]]
@@ -275,6 +277,7 @@ class Adversary:
         """Return which benign agents of a cluster may ask which; without a graph, all."""
         ids = self.benign_ids
         cluster = self.cluster[ids]
+        # An agent is no peer of itself.
         links: np.ndarray = (cluster[:, None] == cluster) & ~np.eye(len(ids), dtype=bool)
         if neighbours is not None:
             links &= np.stack([np.isin(ids, neighbours[j].numpy()) for j in ids.tolist()])

@@ -18,7 +18,7 @@ the other lines have counterparts. A test holds the two equal to the bit.
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -254,13 +254,13 @@ class CriterionWeighing:
 
     function: Callable[[CriterionInput], CriterionValues]
     alpha: float
-    is_stateful: bool = False
     sees_all: bool = True
+    is_stateful: ClassVar[bool] = False
 
     @property
     def is_batched(self) -> bool:
-        """True if the function is declared `batched`, and keeps no state."""
-        return not self.is_stateful and bool(BATCHED.get(self.function))
+        """True if the function is declared `batched`."""
+        return bool(BATCHED.get(self.function))
 
     def __call__(self, inputs: CriterionInput, state: RuleState) -> tuple[RuleOutput, RuleState]:
         """Return the weights mu, and the state unchanged."""

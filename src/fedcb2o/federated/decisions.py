@@ -1,10 +1,4 @@
-"""Models that agents received in a round, and what they decided, in arrays over the agents.
-
->>> ids = Ragged.from_arrays([np.array([4, 6]), np.array([], int)])
->>> inbox = Inbox(ids, np.array([0, 1]), np.array([50.0, 50.0]), np.array([0, 0]))
->>> [positions.tolist() for positions, _, _ in inbox.group_by_size(np.arange(2))]
-[[1], [0]]
-"""
+"""Models that agents received in a round, and what they decided, in arrays over the agents."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -65,6 +59,7 @@ class Inbox:
             set_keys = set_keys * (1 + int(numbers.max(initial=0))) + numbers[positions]
 
         columns = (self.ids.values, self.rows, self.num_samples, self.round)
+        # Equal sizes, so that the models of several agents are one tensor [a, m].
         for key in np.unique(set_keys).tolist():
             equal = Positions(positions[set_keys == key])
             entries = Entries(self.ids.flat_index(equal))
@@ -211,6 +206,7 @@ class Decisions:
     ) -> None:
         reduce = validated_reduction(rule, reduction.reduce)
         self.reductions[int(self.agents[position])] = dataclasses.replace(reduction, reduce=reduce)
+        # A median has no weights, which differs from weights of 0 in the records.
         if reduction.weights is None:
             self.weights[entries] = np.nan
             self.own_weight[position] = np.nan

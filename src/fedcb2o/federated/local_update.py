@@ -9,13 +9,6 @@ dense networks, whose calls cost more than their arithmetic; on other devices fo
 agents of a batch have equally many mini-batches. With `training.privacy` every agent trains alone,
 with the gradients of `privacy`. In training, bits may depend on the other agents of a batch, so
 that batches are planned once, from all agents alone.
-
->>> training = Training(gamma=0.1, lambda2=1.0, momentum=0.9, batch_size=4, local_epochs=2)
->>> draws = [np.random.default_rng(0)]
->>> [b.shape[1] for b in batched_mini_batches([10], training, draws, torch.device("cpu"))]
-[4, 4, 2, 4, 4, 2]
->>> training_batches(nn.Sequential(nn.Flatten(), nn.Linear(4, 2)), 10, [8, 5, 8])
-[[0, 2], [1]]
 """
 
 import contextlib

@@ -65,6 +65,7 @@ class DeceptiveOutbox(Outbox):
 
     def sent(self, senders: Members, receivers: AgentIds) -> tuple[Rows, Float[np.ndarray, " m"]]:
         """Return the row and the claimed samples of what each sender sends to each receiver."""
+        # Past the end the position is clipped, where the ids differ.
         position = self.receivers.searchsorted(receivers)
         is_deceived = self.receivers.take(position, mode="clip") == receivers
         crafted = self.first_crafted[senders] + (position if self.per_receiver else 0)
@@ -77,8 +78,10 @@ class DeceptiveOutbox(Outbox):
 def make_outbox(group: AgentGroup, is_agent_sent: Bool[np.ndarray, " a"]) -> Outbox:
     """Return what the agents of a group publish, of those whose `is_agent_sent` is True."""
     rows = group.layout.own
+    # Receivers decode what was sent, which differs from the trained model.
     if group.layout.sent is not None:
         rows = np.where(_is_exact(group), rows, group.layout.sent)
+    # Rows of received models are never published.
     is_row_sent = np.zeros(group.layout.first_received, dtype=bool)
     is_row_sent[rows] = is_agent_sent
     return Outbox(own=rows, num_samples=group.data.num_samples, is_sent=is_row_sent)
@@ -210,6 +213,7 @@ def _attack_view(
 
     def server_step(models: Float[Tensor, "m d"]) -> Float[Tensor, " d"]:
         assert server is not None
+        # As the server itself steps in this round, with the same random numbers.
         x, last = group.models[group.spec.num_agents :][:2]
         training = group.spec.training.in_round(n)
         draw = stream(group.spec.seed, "server", n)

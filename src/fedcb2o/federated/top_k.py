@@ -6,11 +6,6 @@ SparseLoCo (Sarfi, Therien, Lidin and Belilovsky 2025, arXiv 2508.15706). All th
 in theta_n - sent_n, and is sent later. SparseLoCo keeps 64 numbers, with which attacks gain here,
 and lets the residual decay, because its workers add differences to one model. Here receivers judge
 and average sent_n itself, and a decay would keep it away from theta_n for good.
-
-Example:
-    >>> positions, codes, levels = top_k(torch.tensor([0.5, -3.0] + 30 * [0.0]))
-    >>> positions.tolist(), codes.tolist(), levels.tolist()
-    ([0, 1], [0, 3], [[0.5, 3.0]])
 """
 
 import torch

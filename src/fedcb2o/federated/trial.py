@@ -7,8 +7,6 @@ within one nat, summed over the rounds of the second half of the trial. The test
 symmetric about 0.
 """
 
-import functools
-
 import numpy as np
 import torch
 from jaxtyping import Float
@@ -16,10 +14,11 @@ from torch import Tensor
 
 from fedcb2o.data import Shard
 from fedcb2o.federated.agent_group import AgentGroup
+from fedcb2o.federated.aggregation.robust_rule import as_reduction
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.inference import model_losses
 from fedcb2o.federated.local_update import held_out, train_alone_, trial_rounds
-from fedcb2o.federated.types import Reduction, RuleState
+from fedcb2o.federated.types import RuleState
 from fedcb2o.rng import stream
 
 _MODEL, _SUM, _ROUNDS, _LEFT = (f"trial_{part}" for part in ("model", "sum", "rounds", "left"))
@@ -73,19 +72,9 @@ def stay_alone_(decisions: Decisions, k: int, own_row: int, state: RuleState) ->
     decisions.own_weight[k] = 1.0
     if _MODEL not in state:
         return state
-    decisions.reductions[int(decisions.agents[k])] = Reduction(
-        torch.tensor([own_row]),
-        functools.partial(_columns, state[_MODEL]),
-        takes_offset=True,
-        weights=torch.ones(1),
-    )
+    kept = as_reduction(torch.tensor([own_row]), state[_MODEL], torch.ones(1))
+    decisions.reductions[int(decisions.agents[k])] = kept
     return {name: tensor for name, tensor in state.items() if name != _MODEL}
-
-
-def _columns(
-    theta: Float[Tensor, " d"], x: Float[Tensor, "k b"], first: int
-) -> Float[Tensor, " b"]:
-    return theta[first : first + x.shape[1]].to(x.device)
 
 
 def _differences(

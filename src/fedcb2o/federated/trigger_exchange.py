@@ -107,6 +107,7 @@ def from_bytes(data: Any, shape: Sequence[int], num_classes: int) -> Triggers:
     classes = records[:, :2].copy().view("<u2").astype(np.int64).ravel()
     digits = (records[:, 2:, None] >> np.arange(0, 8, 2, dtype=np.uint8)) & 3
     digits = digits.reshape(len(records), _PIXELS_PER_BYTE * (length - 2))
+    # A peer may have sent any bytes.
     if (digits == 3).any() or digits[:, count:].any():
         raise DataError("a pixel of a trigger is white, black or as it is: got another sign")
     if (classes >= num_classes).any():
@@ -115,6 +116,7 @@ def from_bytes(data: Any, shape: Sequence[int], num_classes: int) -> Triggers:
     triggers = Triggers(
         torch.from_numpy(signs.reshape(len(records), *shape)), torch.from_numpy(classes)
     )
+    # A pixel counts once, however many of its channels are painted.
     painted = (triggers.signs != 0).flatten(1, -3).any(1) if len(shape) > 2 else triggers.signs != 0
     if (painted.flatten(1).sum(1) > max_pixels(shape)).any():
         raise DataError(
@@ -160,6 +162,7 @@ def published_bytes(state: RuleState) -> bytes:
 
 def with_received(state: RuleState, received: Sequence[Triggers | None]) -> RuleState:
     """Return the state with triggers by sender: the first of each, then the second, to `INBOX`."""
+    # In turns, so that no sender displaces the first trigger of another one.
     senders = [triggers for triggers in received if triggers is not None]
     chosen = [sent[k : k + 1] for k in range(QUOTA) for sent in senders if k < len(sent)][:INBOX]
     if not chosen:
@@ -256,6 +259,7 @@ def _examine(
 ) -> tuple[Float[Tensor, " m"], RuleState]:
     """Return the largest excess of each received model over all triggers, and the new state."""
     context, own = inputs.context, inputs.own_entry
+    # A model without weight harms nothing, and is not tested.
     held = inputs.received[is_weighed]
     excess = torch.zeros(len(is_weighed), dtype=torch.float64)
     is_searching = _searches(inputs.n, int(own.ids), state, period)
@@ -356,6 +360,7 @@ def excesses(
     """Return what chance and the agent's own model, the last of k, do not explain of the rates."""
     least = rate[-1].maximum(reference).clamp(min=_LEAST_RATE)
     n = len(context.samples(_TESTED)[1])
+    # Among few samples a rate of 0 or 1 would have no error.
     p = torch.cat([rate[:-1], least.unsqueeze(0)]).clamp(1 / n, 1 - 1 / n)
     variances = p * (1 - p) / n
     errors = (variances[:-1] + variances[-1]).sqrt()

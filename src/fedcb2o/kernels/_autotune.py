@@ -6,9 +6,6 @@ faster.
 
 The precision is chosen in the same way: products in bfloat16 take tens of times as long as in
 float32 on a processor without instructions for them.
-
->>> supported_precision("float32", torch.device("cpu"))
-'float32'
 """
 
 import copy

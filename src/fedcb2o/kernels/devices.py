@@ -1,8 +1,4 @@
-"""The device of a run: deterministic computation, and how many agents it trains at once.
-
->>> resolve_device("cpu")
-device(type='cpu')
-"""
+"""The device of a run: deterministic computation, and how many agents it trains at once."""
 
 import contextlib
 import os

@@ -1,10 +1,4 @@
-"""Memory layouts of images: channels-last for convolutions on a CPU.
-
-Example:
-    >>> convolution = with_memory_format(nn.Conv2d(3, 8, 3), "channels_last")
-    >>> convolution(torch.zeros(1, 3, 8, 8)).shape
-    torch.Size([1, 8, 6, 6])
-"""
+"""Memory layouts of images: channels-last for convolutions on a CPU."""
 
 from typing import Literal
 

@@ -17,10 +17,6 @@ def autocast_positions(module: nn.Module) -> list[int]:
     """Return which tensors only those layers read that autocast computes in bfloat16.
 
     They are the parameters of dense layers and convolutions, as positions in `shared_tensors`.
-
-    Example:
-        >>> autocast_positions(nn.Sequential(nn.Linear(2, 2), nn.LayerNorm(2)))
-        [0, 1]
     """
     low: set[int] = set()
     others: set[int] = set()

@@ -3,12 +3,6 @@
 A network's output must be a function of its parameters and of one sample. It is evaluated twice, on
 samples apart and together, and after a trial training of other parameters. Errors and warnings name
 the layer or attribute at fault.
-
->>> network, twin = nn.Linear(3, 2), nn.Linear(3, 2)
->>> twin.load_state_dict(network.state_dict())
-<All keys matched successfully>
->>> check_construction("linear", network, twin)
->>> check_network("linear", network, twin, torch.eye(2, 3))
 """
 
 import contextlib

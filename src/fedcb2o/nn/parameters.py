@@ -248,10 +248,6 @@ def row_stride(d: int) -> int:
     """Return the distance between two rows of models: d rounded up to 64 bytes.
 
     It is a multiple of 16 numbers.
-
-    Example:
-        >>> row_stride(650)
-        656
     """
     # The bits of a product can depend on the alignment of its factors.
     return -(-d // 16) * 16

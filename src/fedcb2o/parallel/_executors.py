@@ -108,9 +108,6 @@ def balance_load(items: Sequence[int], costs: Sequence[int], count: int) -> list
     """Partition items into at most `count` parts of similar duration, none of them empty.
 
     Items are indices into `costs`; the longest is dealt first.
-
-    >>> balance_load([0, 1, 2], [5, 3, 2], count=2)
-    [[0], [1, 2]]
     """
     if count == 1 and items:
         return [sorted(items, key=lambda item: -costs[item])]

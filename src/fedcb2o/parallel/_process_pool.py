@@ -3,9 +3,6 @@
 A killed worker cannot block the others: the pool has no lock, no semaphore, no thread and no helper
 process, and a closed pipe reports the death. Workers start in the same way from a file, a notebook
 and standard input.
-
->>> ProcessPool().workers  # started by the first task
-[]
 """
 
 import contextlib

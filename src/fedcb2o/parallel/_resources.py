@@ -2,9 +2,6 @@
 
 The limits of a control group are in files: `cpu.max` and `memory.max` (version 2), or the files
 named below (version 1).
-
->>> format_bytes(3 * 2**29)
-'1.50 GiB'
 """
 
 import contextlib

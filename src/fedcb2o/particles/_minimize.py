@@ -1,11 +1,6 @@
 """Bi-level optimisation (eq:bilevel_opt) by particles: CB2O, CBO, FedCBO and FedCB2O.
 
 The dynamics are `Adaptive` (consensus hopping with restarts) or `Paper` (eq:dyn_micro2).
-
-Example:
-    >>> result = minimize(lambda x: x.square().sum(-1), dim=2, num_particles=50, seed=1)
-    >>> bool(result.success), bool((result.x.abs() < 0.01).all())
-    (True, True)
 """
 
 import inspect

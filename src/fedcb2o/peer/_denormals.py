@@ -1,11 +1,4 @@
-"""Denormal numbers, with which a processor computes up to hundreds of times more slowly.
-
-Example:
-    >>> row = torch.tensor([1e-40, 1.0])
-    >>> flush_(row)
-    >>> row.tolist()
-    [0.0, 1.0]
-"""
+"""Denormal numbers, with which a processor computes up to hundreds of times more slowly."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,8 +1,4 @@
-"""Independent tasks on the nodes of a cluster, with results while they run.
-
->>> Task(iter, ([1, 2],)).gpus
-0
-"""
+"""Independent tasks on the nodes of a cluster, with results while they run."""
 
 import contextlib
 import pickle

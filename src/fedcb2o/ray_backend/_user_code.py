@@ -1,8 +1,4 @@
-"""User functions on other machines, which import them from the same folders as this one.
-
->>> user_modules(["json:loads", "not_imported:function"])
-['json']
-"""
+"""User functions on other machines, which import them from the same folders as this one."""
 
 import hashlib
 import os

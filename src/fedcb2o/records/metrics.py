@@ -2,9 +2,6 @@
 
 Records, progress, trackers and reports read this table. It lacks the metrics that a configuration
 chooses by its key `metrics`, built-in ones included: `chosen_metrics` describes them.
-
->>> chosen_metrics([{"name": "f1", "column": "f1_weighted", "average": "weighted"}, "mae"])["mae"]
-Metric(name='mae', label='mae', short_label='mae', worse_direction='high', is_percent=False, ...)
 """
 
 from collections.abc import Iterable

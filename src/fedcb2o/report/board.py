@@ -2,10 +2,6 @@
 
 An entry is a TOML file that `fedcb2o assess` writes. Accuracies and success rates are percentages
 of benign agents after the last round, as means over seeds. Each is the worst over attacks.
-
->>> from fedcb2o.report.board import Entry
->>> Entry.model_json_schema()["properties"]["form"]["enum"]
-['quick', 'full']
 """
 
 import json

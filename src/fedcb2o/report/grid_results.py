@@ -171,19 +171,6 @@ class GridResults:
         measured = [name for name in names if name in self.rows and self.rows[name].notna().any()]
         return str(measured[0]) if measured else "accuracy"
 
-    def algorithm_name(self, defence: str) -> str:
-        """Return the name of the algorithm of a defence.
-
-        Args:
-            defence: Name of the defence.
-
-        Returns:
-            The name as in a configuration.
-        """
-        shared = self.table.get("algorithm", {})
-        algorithm = {**shared, **self.table["defences"][defence].get("algorithm", {})}
-        return str(algorithm.get("name"))
-
     def summary_csv(self) -> str:
         """Return the rows as CSV, the input of a report.
 

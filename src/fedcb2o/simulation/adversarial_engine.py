@@ -74,6 +74,7 @@ class AdversarialEngine:
     def train_(self, n: int) -> list[TrainResult]:
         """Train the models of all agents; attackers remember theirs from before, if they craft."""
         if self.adversary.attack.is_crafting(n):
+            # The rows of crafted models are free until the agents publish.
             self.engine.map_batches(_REMEMBER, n)
         if self.clock is not None:
             return self.engine.map_batches(_TRAIN_SOME, n, self.clock.trains)
@@ -90,6 +91,7 @@ class AdversarialEngine:
         is_sent = {}
         if self.adversary.attack.is_crafting(n):
             for k, crafted in self.engine.craft_models_(n, np.isfinite(max_abs)).items():
+                # An attacker that is offline publishes nothing, also no crafted model.
                 is_sent[k] = is_acceptable(crafted) & online[group.agents[k]]
         assert self.engine.outbox is not None
         outbox = deceptive_outbox(group, self.engine.outbox, n, is_sent)
@@ -116,8 +118,10 @@ class AdversarialEngine:
             contacts = [state.contacts for state in states]
             options["sampled"] = self.sample_peers(n, contacts, active)
             options["amend_"] = functools.partial(self._average_by_samples_, n, active & colluding)
+        # Attackers that do not collude run Algorithm 2 as benign agents do.
         elif self.clock is None:
             return self.engine.aggregate_(n, states, active, deadline, on_step)
+        # Colluders decide afterwards, by `_average_by_samples_`.
         is_benign = active & ~colluding
         return aggregate_batches_(self.engine, n, states, is_benign, deadline, on_step, **options)
 
@@ -174,6 +178,7 @@ def _sample_fellows(
     fellows, others = adversary.colluding_peers(agents, spec.neighbours)
     generators = agent_streams(spec.seed, "select", n, agents=agents.tolist())
     chosen = select_colluding_peers(fellows, others, spec.agents.budget, generators)
+    # The others keep the peers that they have sampled.
     rest = np.setdiff1d(np.arange(len(members)), positions)
     return Ragged.scatter(len(members), (rest, sampled.take(rest)), (positions, chosen))
 

@@ -96,6 +96,7 @@ class LocalEngine:
 
         Each list of `arguments` has one value per batch.
         """
+        # A cheap function would take less time than its tasks take to send.
         parts = self.coarse_parts if phase.is_cheap else self.fine_parts
         kinds = AGGREGATION_KINDS if phase.calls_rules else ()
         tasks = [(*own, n, *shared) for own in zip(self.members, *arguments, strict=True)]
@@ -176,6 +177,7 @@ class LocalEngine:
             previous = None if layout.previous is None else layout.previous[members]
             matrices.append(mixing_matrix(batch, layout.own[members], previous))
         self.mix_rows_(MixingMatrix.concatenate(matrices))
+        # The model of an attacker may break: its own attack can do that.
         is_finite = self.group.data.malicious.copy()
         tasks = [(members,) for members in self.members]
         found = self.executor.map(_are_finite, tasks, self.fine_parts, self._kernels)
@@ -186,6 +188,7 @@ class LocalEngine:
     def mix_rows_(self, matrix: MixingMatrix) -> None:
         """Mix rows of the buffer, with the columns shared out among the workers."""
         dim = self.spec.dim
+        # Columns are shared out, and not rows: each new row depends on many old ones.
         tile = matrix.tile_columns
         if self.max_columns is None:
             count = self.executor.count

@@ -256,13 +256,7 @@ def evaluate_if_due(
 
 
 class PhaseTimer:
-    """Durations of consecutive phases in seconds, by name.
-
-    >>> timer = PhaseTimer()
-    >>> timer.stop("train")
-    >>> list(timer.seconds)
-    ['train']
-    """
+    """Durations of consecutive phases in seconds, by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

@@ -46,6 +46,7 @@ def run_rounds(
     num_agents = spec.num_agents
     agents = AgentIds(np.arange(num_agents))
     if start == 0:
+        # All agents start at one model; the last aggregate and the momenta start at 0.
         models[num_agents] = models[0]
         models[num_agents + 1 : 2 * num_agents + 2] = 0.0
 
@@ -54,6 +55,7 @@ def run_rounds(
     # The server receives the models that attackers craft for the first benign agent.
     receiver = AgentIds(benign[:1])
     if spec.agents.num_clusters == 1 and engine.group.data.own_tests is None:
+        # One model on one test set: one evaluation serves all agents.
         played.evaluate = lambda: _evaluate_once(engine, benign)
     nothing = Ragged.empty(num_agents)
     inbox = Inbox(nothing, Rows(np.zeros(0, np.int64)), np.zeros(0), np.zeros(0, np.int64))

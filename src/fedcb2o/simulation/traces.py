@@ -2,11 +2,6 @@
 
 A file of traces is a CSV table with one row per agent and any of the columns of `COLUMNS`. The
 column `online` has the agent's sessions in seconds, such as `0-3600 7200-9000`.
-
->>> section = ClockSection(seconds_per_sample=0.5, latency=0.1)
->>> traces = make_traces(section, seed=0, num_agents=2)
->>> traces.seconds_per_sample.tolist(), traces.presence(0.0)[0].tolist()
-([0.5, 0.5], [True, True])
 """
 
 import csv

@@ -6,12 +6,6 @@
   "Nuclear feature extraction for breast tumor diagnosis" (1993).
 - diabetes: the progression of diabetes, a regression on 442 patients. Efron, Hastie, Johnstone and
   Tibshirani, "Least Angle Regression" (2004).
-
-Example:
-    >>> digits(test_per_class=10).test
-    Shard(100 samples of shape (1, 8, 8))
-    >>> breast_cancer().class_names, diabetes().num_outputs
-    (('malignant', 'benign'), 1)
 """
 
 from importlib.util import find_spec

@@ -1,10 +1,4 @@
-"""Loading of an experiment, with errors of one line.
-
->>> from fedcb2o.experiments.config.loading import load
->>> load("digits-fedassay", {"roundz": 9})
-Traceback (most recent call last):
-fedcb2o.errors.ConfigError: preset ...: there is no key `roundz`. Did you mean `rounds`?
-"""
+"""Loading of an experiment, with errors of one line."""
 
 import contextlib
 import logging

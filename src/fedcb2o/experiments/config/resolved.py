@@ -11,7 +11,6 @@ from torch import Tensor
 from fedcb2o import plugins
 from fedcb2o.data import Shard, sets, skews, transforms
 from fedcb2o.errors import ConfigError
-from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated import (
     algorithms,
     attacks,
@@ -173,7 +172,7 @@ def resolve(components: Mapping[str, Any]) -> Resolved:
         goal=_attack_goal({} if poison is None else poison.settings),
         trigger=None if poison is None else _backdoor_trigger(poison.bound),
         wanted_answers=wanted_answers,
-        settings=to_plain(settings),
+        settings=plugins.to_plain(settings),
     )
 
 

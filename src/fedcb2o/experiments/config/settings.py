@@ -5,11 +5,6 @@ that names a function takes a built-in name, "package.module:function" or, in Py
 itself. The other keys of its table are the function's keyword arguments. The descriptions of the
 keys are those that `fedcb2o keys` prints. The sections that rounds read are in
 `federated.sections`.
-
->>> from fedcb2o.experiments import load
->>> experiment = load("digits-fedassay", {"algorithm.alpha": 5.0})
->>> experiment.agents.num_agents
-20
 """
 
 import functools
@@ -20,8 +15,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
+from fedcb2o import plugins
 from fedcb2o.experiments.config.resolved import COMPONENT_KEYS, Resolved, resolve
-from fedcb2o.experiments.config.tables import to_plain
 from fedcb2o.federated.adversary import Attack
 from fedcb2o.federated.algorithms.section import RECOMMENDED, AlgorithmSection
 from fedcb2o.federated.attacks.section import AttackSection
@@ -426,7 +421,7 @@ class Experiment(Section):
         for key, table in self.resolved.settings.items():
             section, _, name = key.rpartition(".")
             (settings[section] if section else settings)[name] = table
-        return to_plain(settings)  # type: ignore[no-any-return]
+        return plugins.to_plain(settings)  # type: ignore[no-any-return]
 
     def fingerprint(self, seed: int) -> str:
         """Return the text that identifies the checkpoints of a seed.

@@ -1,9 +1,4 @@
-"""Settings of `fedcb2o.run(data=..., model=..., rounds=...)`: keywords, and defaults by the data.
-
->>> source, changes = settings_of("digits-fedassay", {"rounds": 3, "gamma": 0.1, "seed": 7})
->>> changes
-{'rounds': 3, 'training.gamma': 0.1, 'seeds': (7,)}
-"""
+"""Settings of `fedcb2o.run(data=..., rounds=...)`: keywords, and defaults by the data."""
 
 import copy
 import inspect

@@ -22,19 +22,6 @@ _RECORDED_FILES = ("config.toml", "grid.toml")
 _MAX_KEY_DEPTH = 20  # the longest key of an experiment has 4 parts
 
 
-def to_plain(value: Any) -> Any:
-    """Return a value as TOML has it: functions as import paths, arrays as lists."""
-    if isinstance(value, Mapping):
-        return {key: to_plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [to_plain(item) for item in value]
-    if callable(value):
-        return plugins.label(value)
-    if hasattr(value, "tolist"):
-        return value.tolist()
-    return plugins.to_python(value)
-
-
 def presets() -> dict[str, str]:
     """Return the presets.
 

@@ -3,11 +3,6 @@
 A version of the adversary is a frozen file in `experiments/adversary`: attacks, shares of
 attackers, graphs, label skews and data. The quick form varies one of them at a time; the full form
 runs all combinations.
-
->>> from fedcb2o.experiments.grid._assessment import assessment_grid
->>> grid = assessment_grid("digits-fedassay")
->>> len(grid["settings"]), len(grid["attacks"]), list(grid["defences"])
-(18, 8, ['FedAssay'])
 """
 
 import hashlib

@@ -9,9 +9,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcb2o import records
+from fedcb2o import plugins, records
 from fedcb2o.errors import RunError
-from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.grid._definition import Grid, StrengthKey
 from fedcb2o.experiments.grid._tuning import seed_summaries
 
@@ -99,7 +98,7 @@ def _question(plan: Grid, key: StrengthKey) -> dict[str, Any]:
     question = {"seeds": plan.adversary.seeds, "strengths": plan.strengths[key[2]]}
     if plan.rank_by is not None:
         question["rank_by"] = plan.rank_by
-    return tables.to_plain(question)  # type: ignore[no-any-return]
+    return plugins.to_plain(question)  # type: ignore[no-any-return]
 
 
 def _measure_harm(plan: Grid, summaries: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

@@ -2,12 +2,6 @@
 
 In one, "clean", the malicious agents train on true labels and share their models. In the other,
 "removed", they and their knowledge are absent.
-
->>> import fedcb2o
->>> from fedcb2o.experiments.grid._baseline import goal_of_attack
->>> attack = {"name": "label_flip", "source": 9, "target": 4}
->>> goal_of_attack(fedcb2o.load("digits-fedassay", {"attack": attack}))
-{'name': 'label_flip', 'source': 9, 'target': 4}
 """
 
 from typing import Any, Literal, get_args

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PrivateAttr
 
+from fedcb2o import plugins
 from fedcb2o.data import Dataset
 from fedcb2o.errors import ConfigError
 from fedcb2o.experiments.config import tables
@@ -125,7 +126,7 @@ class Grid(Section):
             exclude={"shared", "added_candidates"}, exclude_none=True, exclude_defaults=True
         )
         merged = {**table, **self.shared, "seeds": self.seeds}
-        return tables.to_plain(merged)  # type: ignore[no-any-return]
+        return plugins.to_plain(merged)  # type: ignore[no-any-return]
 
     def score(self, summary: Mapping[str, Any]) -> float:
         """Return the score of a run by its summary.json, the higher the better.

@@ -3,11 +3,6 @@
 A run of a grid is a run like any other, in a folder of its own. `cells.json` maps runs to cells,
 with times and errors. The chosen candidates are frozen in `tuning.json`, and the strengths of
 attacks in `strengths.json`, before the cells that depend on them begin.
-
->>> import fedcb2o
->>> fedcb2o.bench("quick", jobs=0)
-Traceback (most recent call last):
-fedcb2o.errors.ConfigError: `jobs` must be a whole number, at least 1, got 0
 """
 
 import fcntl

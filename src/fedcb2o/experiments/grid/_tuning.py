@@ -3,11 +3,6 @@
 Every tuned defence has the same number of candidates, over the same attacks and seeds; none is
 tuned to one attack. Where the best candidate is at an end of its range, candidates are added until
 it is inside. The choice is then frozen in tuning.json.
-
->>> from fedcb2o.experiments.grid._tuning import extrapolate
->>> candidates = [{"algorithm": {"alpha": 1.0}}, {"algorithm": {"alpha": 2.0}}]
->>> extrapolate(candidates, [0.5, 0.6])
-{'algorithm': {'alpha': 4.0}}
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +11,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from fedcb2o import records
+from fedcb2o import plugins, records
 from fedcb2o.errors import ConfigError, RunError
 from fedcb2o.experiments.config import tables
 from fedcb2o.experiments.grid._baseline import Changes
@@ -238,7 +233,7 @@ def _question(plan: Grid, defence: str) -> dict[str, Any]:
         question["score"] = plan.tuning.score
     if plan.rank_by is not None:
         question["rank_by"] = plan.rank_by
-    return tables.to_plain(question)  # type: ignore[no-any-return]
+    return plugins.to_plain(question)  # type: ignore[no-any-return]
 
 
 def seed_summaries(folder: Path, seeds: Sequence[int]) -> list[dict[str, Any]]:

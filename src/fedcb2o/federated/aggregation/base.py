@@ -8,14 +8,6 @@ A robust rule has one of two forms:
 
 Bulyan has both: it selects by the Gram matrix and then reduces columns. A pre-aggregation step,
 such as nearest-neighbour mixing, is a matrix P [j, m]: the rule then works on the rows of P X.
-
-Example:
-    >>> import torch
-    >>> from fedcb2o.federated.aggregation import krum
-    >>> models = torch.tensor([[0.0], [1.0], [2.0], [100.0], [1.5]])
-    >>> import functools
-    >>> apply(functools.partial(krum, f=1), models).tolist()
-    [1.5]
 """
 
 import dataclasses

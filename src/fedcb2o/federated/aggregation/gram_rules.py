@@ -236,11 +236,7 @@ def sageflow(
 # A rule that selects by the Gram matrix and reduces columns.
 
 
-def _bulyan_limit(m: int) -> int:
-    return (m - 3) // 4
-
-
-@rule_signature("gram", max_byzantine=_bulyan_limit, by_distances=True)
+@rule_signature("gram", max_byzantine=lambda m: (m - 3) // 4, by_distances=True)
 def bulyan(gram: Float[Tensor, "m m"], *, f: int) -> Reduction:
     """Select by Krum, then average around each coordinate's median (Bulyan).
 

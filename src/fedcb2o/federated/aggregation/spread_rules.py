@@ -198,12 +198,8 @@ def _central_model(gram: Float[Tensor, "m m"]) -> int:
     return int(squared_distances(gram).median(dim=1).values.argmin())
 
 
-def _max_byzantine(m: int) -> int:
-    """Return the limit: one model remains."""
-    return m - 1
-
-
-@rule_signature("gram", max_byzantine=_max_byzantine, by_distances=True)
+# One model remains.
+@rule_signature("gram", max_byzantine=lambda m: m - 1, by_distances=True)
 def dnc(gram: Float[Tensor, "m m"], *, f: int, removed: float = 1.0) -> Float[Tensor, " m"]:
     """Average the models without those of the largest outlier scores (DnC).
 

@@ -66,6 +66,7 @@ class AlgorithmSection(Component):
         elif self.guards is True:
             guards = DEFAULT_GUARDS
         elif self.guards is not None:
+            # Keys that the user gives replace those of the algorithm, and no other ones.
             guards = guards.model_copy(update=self.guards.model_dump(exclude_unset=True))
 
         settings = {**part.settings}

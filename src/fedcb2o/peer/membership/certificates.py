@@ -6,10 +6,6 @@ client that connects to a host accepts no certificate of another member. The com
 unconstrained, because rustls refuses every certificate under a root that constrains it. An
 authority under a root could therefore carry the name of another member. So a root may sign no
 authorities, and a link belongs to the member whose root issued its certificate directly.
-
-Example:
-    >>> parse_endpoint("peer.hospital-a.example:7447")
-    ('peer.hospital-a.example', 7447)
 """
 
 import ipaddress

@@ -38,6 +38,8 @@ from fedcb2o.peer.membership import certificates
 from fedcb2o.peer.membership.passphrase import read_passphrase
 from fedcb2o.safe_files import open_regular
 
+_PrivateKey = Ed25519PrivateKey | ec.EllipticCurvePrivateKey
+
 _MAX_MEMBER_FILE_BYTES = 2**16
 MAX_LINE_BYTES = 2000
 """Length of the longest line, texts in base64 apart."""
@@ -52,7 +54,8 @@ RUNS_FILE = "runs.toml"
 """Run directory that signs for each run, next to the keys."""
 SIGNED_VERSIONS_FILE = "signed-versions.toml"
 """Versions of federations that this organisation signed, see `version_journal`."""
-_SECRET_FILES = ("signing.key", "root.key", "tls.key")
+_SIGNING_KEY = "signing.key"
+_SECRET_FILES = (_SIGNING_KEY, "root.key", "tls.key")
 _ENCRYPTED = b"ENCRYPTED PRIVATE KEY"
 _P = 2**255 - 19
 _Y8 = 0x05FC536D880238B13933C6D305ACDFD5F098EFF289F4C345B027B2C28F95E826
@@ -160,14 +163,7 @@ class Member:
         return x509.load_pem_x509_certificate(self.root.encode()).not_valid_after_utc
 
     def check_not_expired(self, now: datetime | None = None) -> None:
-        """Check that the root has not expired.
-
-        Args:
-            now: Time to check at; by default the current time.
-
-        Raises:
-            ConfigError: The root has expired.
-        """
+        """Raise ConfigError if the root has expired."""
         if (now or datetime.now(UTC)) >= self.expires:
             raise ConfigError(
                 f"`root` of {self.name} expired at {_format_time(self.expires)}: `fedcb2o peer "
@@ -176,15 +172,7 @@ class Member:
             )
 
     def verify(self, message: bytes, signature: bytes) -> bool:
-        """Check a signature of this member.
-
-        Args:
-            message: The signed bytes.
-            signature: The claimed Ed25519 signature.
-
-        Returns:
-            True if this member signed the message.
-        """
+        """Check an Ed25519 signature of this member."""
         return is_signed(self.key, message, signature)
 
     @classmethod
@@ -213,16 +201,9 @@ class Member:
 
     @classmethod
     def from_table(cls, table: Mapping[str, Any]) -> "Member":
-        """Parse a table of four texts.
+        """Parse a table of four texts: `name`, `endpoint`, `key` (base64) and `root` (PEM).
 
-        Args:
-            table: The keys `name`, `endpoint`, `key` (base64) and `root` (PEM).
-
-        Returns:
-            The member.
-
-        Raises:
-            ConfigError: The table is not that of a member.
+        Any other table is a ConfigError.
         """
         keys = ("name", "endpoint", "key", "root")
         for key in table:
@@ -248,20 +229,12 @@ class Member:
         return cls(name, endpoint, public, root)
 
     def to_table(self) -> dict[str, str]:
-        """Return this member as a table of texts.
-
-        Returns:
-            The keys that `from_table` expects.
-        """
+        """Return this member as the table that `from_table` parses."""
         key = base64.b64encode(self.key).decode()
         return {"name": self.name, "endpoint": self.endpoint, "key": key, "root": self.root}
 
     def write(self, path: Path) -> None:
-        """Write the member file that is sent to other members.
-
-        Args:
-            path: The file, by convention NAME.member.toml.
-        """
+        """Write the member file that is sent to other members."""
         content = tomli_w.dumps(self.to_table(), multiline_strings=True)
         records.atomic_write(path, content.encode())
 
@@ -368,7 +341,7 @@ class Identity:
             folder.parent.mkdir(parents=True, exist_ok=True)
             # `mkdtemp` sets mode 0700.
             temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
-            records.atomic_write(temporary / "signing.key", _private_key_pem(key, passphrase))
+            records.atomic_write(temporary / _SIGNING_KEY, _private_key_pem(key, passphrase))
             records.atomic_write(temporary / "root.key", _private_key_pem(root_key, passphrase))
             records.atomic_write(temporary / "root.pem", member.root.encode())
             member.write(temporary / f"{name}.member.toml")
@@ -420,9 +393,9 @@ class Identity:
         # `peer renew --out` replaces an expired root, and needs this identity.
         member = Member.read(files[0], allow_expired=True)
 
-        path = folder / "signing.key"
+        path = folder / _SIGNING_KEY
         passphrase = read_passphrase() if _ENCRYPTED in _read_file(path) else None
-        identity = cls(folder, member, _read_ed25519_key(path, passphrase), passphrase)
+        identity = cls(folder, member, _read_key(path, passphrase, Ed25519PrivateKey), passphrase)
         if identity._key.public_key().public_bytes_raw() != member.key:
             raise ConfigError(
                 f"{folder / 'signing.key'} is not the key in {files[0].name}: restore one of them"
@@ -435,15 +408,12 @@ class Identity:
         return identity
 
     def check_certificate(self) -> None:
-        """Check the TLS key and certificate against root and clock.
-
-        Raises:
-            ConfigError: They do not, or the certificate has expired.
-        """
+        """Raise ConfigError if the TLS key and certificate do not fit root and clock."""
         path = self.tls_certificate
         certificate = _read_certificate(path)
         remedy = _remedy(path)
-        if _read_p256_key(self.tls_key, self.passphrase).public_key() != certificate.public_key():
+        key = _read_key(self.tls_key, self.passphrase, ec.EllipticCurvePrivateKey)
+        if key.public_key() != certificate.public_key():
             raise ConfigError(f"{path} is not that of the key in tls.key: {remedy}")
         try:
             certificate.verify_directly_issued_by(_read_certificate(self.folder / "root.pem"))
@@ -460,14 +430,7 @@ class Identity:
             raise ConfigError(f"{path} is valid from {start}: set this clock")
 
     def sign(self, message: bytes) -> bytes:
-        """Sign a message.
-
-        Args:
-            message: The bytes to sign.
-
-        Returns:
-            The Ed25519 signature, 64 bytes.
-        """
+        """Return the Ed25519 signature of a message, 64 bytes."""
         return self._key.sign(message)
 
     def renew(
@@ -496,7 +459,7 @@ class Identity:
             self.member.endpoint,
             leaf_key,
             _read_certificate(self.folder / "root.pem"),
-            _read_p256_key(self.folder / "root.key", self.passphrase),
+            _read_key(self.folder / "root.key", self.passphrase, ec.EllipticCurvePrivateKey),
             now,
             until or now + timedelta(days=days),
         )
@@ -515,7 +478,7 @@ class Identity:
         """
         for name in _SECRET_FILES:
             path = self.folder / name
-            key = _read_key(path, self.passphrase)
+            key = _read_key(path, self.passphrase, _PrivateKey)
             records.atomic_write(path, _private_key_pem(key, passphrase))
         return Identity(self.folder, self.member, self._key, passphrase)
 
@@ -543,9 +506,7 @@ def _to_pem(certificate: x509.Certificate) -> str:
     return certificate.public_bytes(Encoding.PEM).decode()
 
 
-def _private_key_pem(
-    key: Ed25519PrivateKey | ec.EllipticCurvePrivateKey, passphrase: bytes | None
-) -> bytes:
+def _private_key_pem(key: _PrivateKey, passphrase: bytes | None) -> bytes:
     encryption: KeySerializationEncryption = NoEncryption()
     if passphrase is not None:
         encryption = BestAvailableEncryption(passphrase)
@@ -575,30 +536,15 @@ def _read_certificate(path: Path) -> x509.Certificate:
     raise ConfigError(f"{path} holds no certificate: {_remedy(path)}")
 
 
-def _read_ed25519_key(path: Path, passphrase: bytes | None) -> Ed25519PrivateKey:
-    key = _read_key(path, passphrase)
-    if not isinstance(key, Ed25519PrivateKey):
-        raise ConfigError(f"{path} holds no Ed25519 key: {_remedy(path)}")
-    return key
-
-
-def _read_p256_key(path: Path, passphrase: bytes | None) -> ec.EllipticCurvePrivateKey:
-    key = _read_key(path, passphrase)
-    if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise ConfigError(f"{path} holds no key of the curve P-256: {_remedy(path)}")
-    return key
-
-
-def _read_key(
-    path: Path, passphrase: bytes | None
-) -> Ed25519PrivateKey | ec.EllipticCurvePrivateKey:
+def _read_key(path: Path, passphrase: bytes | None, kind: Any) -> Any:
+    """Return a private key of a kind; any other content is a ConfigError."""
     content = _read_file(path)
-    kind = "without a passphrase" if passphrase is None else "with this passphrase"
+    lock = "without a passphrase" if passphrase is None else "with this passphrase"
     try:
         key = load_pem_private_key(content, passphrase)
     except Exception:
         # Any damage is possible, and an error must not show the content of a key.
-        raise ConfigError(f"{path} holds no key {kind}: {_remedy(path)}") from None
-    if isinstance(key, Ed25519PrivateKey | ec.EllipticCurvePrivateKey):
+        raise ConfigError(f"{path} holds no key {lock}: {_remedy(path)}") from None
+    if isinstance(key, kind):
         return key
     raise ConfigError(f"{path} holds another kind of key: {_remedy(path)}")

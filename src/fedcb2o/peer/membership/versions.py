@@ -3,10 +3,6 @@
 Version 1 is an agreement by itself: a member that runs with it accepts it. Version k + 1 is valid
 if more than half of the members of version k signed its hash, which includes the hash of version k.
 A file contains all versions, so that a holder of version 1 can verify the later ones offline.
-
-Example:
-    >>> required_signatures({0: None, 1: None, 2: None})
-    2
 """
 
 import base64

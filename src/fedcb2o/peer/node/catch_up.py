@@ -2,12 +2,6 @@
 
 After skipped rounds an agent's own model is the outlier: the models of all others may be too far
 from it.
-
-Example:
-    >>> catch_up = CatchUp()
-    >>> catch_up.add_round({"round": 20, "received": [{"weight": 0.2}]})
-    >>> catch_up.rounds_left
-    2
 """
 
 from collections.abc import Mapping

@@ -3,10 +3,6 @@
 By default they are eight with digits, three of them hostile. Another experiment has one
 organisation per agent. It runs everything that real organisations would: keys, a federation, one
 process per organisation without a server, and a summary of the attacks.
-
-Example:
-    >>> len(set(free_ports(3)))
-    3
 """
 
 import contextlib

@@ -64,6 +64,7 @@ class PeerEngine:
         self.monitor = monitor
         self.initial_model = initial_model
         self.spec = group.spec
+        # A real peer does not know who attacks.
         self.benign = np.ones(self.spec.num_agents, dtype=bool)
         self.agent_id = int(group.agents[0])
         self.batches = [group.agents]
@@ -165,6 +166,7 @@ class PeerEngine:
     def _fetch(
         self, n: int, ids: list[int], spares: Sequence[int], deadline: float | None
     ) -> Inbox:
+        # An agent that sampled itself has that model already.
         peers = [i for i in ids if i != self.agent_id]
         first_row = self.group.layout.first_received
         rows = {peer: first_row + k for k, peer in enumerate(peers)}
@@ -240,6 +242,7 @@ class PeerEngine:
         )
 
     def _is_finite(self) -> Bool[np.ndarray, " N"]:
+        # Of other agents nothing is known here: their own nodes check them.
         is_finite = np.ones(self.spec.num_agents, dtype=bool)
         largest = max_abs(self.group.models, self.group.layout.own.tolist())
         is_finite[self.agent_id] = np.isfinite(largest).all()

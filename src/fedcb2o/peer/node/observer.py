@@ -1,9 +1,4 @@
-"""Interface of an observer of a node's progress.
-
-Example:
-    >>> isinstance(NullObserver(), NodeObserver)
-    True
-"""
+"""Interface of an observer of a node's progress."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable

@@ -176,12 +176,7 @@ def _relay_result(federation: Federation, relayed: Relayed, identity: Identity) 
 
 
 def format_results(results: list[CheckResult]) -> list[str]:
-    """Format the results of a check, one line per member.
-
-    Example:
-        >>> format_results([CheckResult("clinic-c", "", ("its certificate lasts 90 days",))])
-        ['clinic-c  ok  its certificate lasts 90 days']
-    """
+    """Format the results of a check, one line per member."""
     width = max(len(result.name) for result in results)
     verdict_width = max(len(result.verdict) for result in results)
     lines = []

@@ -1,10 +1,4 @@
-"""Figures of one node's rounds, in the style of the other reports.
-
-Example:
-    >>> record = RoundRecord(round=1, asked=[1, 2], received=[], refused={2: "hash"})
-    >>> outcomes(record)
-    {1: 'no answer', 2: 'refused'}
-"""
+"""Figures of one node's rounds, in the style of the other reports."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence

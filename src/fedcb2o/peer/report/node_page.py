@@ -373,12 +373,7 @@ def _describe_totals(rounds: Iterable[RoundRecord]) -> str:
 
 
 def format_bytes(count: int) -> str:
-    """Format a number of bytes.
-
-    Example:
-        >>> format_bytes(26_400_000)
-        '26.4 MB'
-    """
+    """Format a number of bytes."""
     for power, unit in ((4, "TB"), (3, "GB"), (2, "MB"), (1, "kB")):
         if count >= 1000**power:
             return f"{count / 1000**power:,.1f} {unit}"

@@ -1,10 +1,4 @@
-"""Records of a node's run, checked: they may be damaged or forged.
-
-Example:
-    >>> record = RoundRecord(round=1, asked=[], received=[], seconds={"train": 1.5, "mix": 0.5})
-    >>> record.duration_seconds
-    2.0
-"""
+"""Records of a node's run, checked: they may be damaged or forged."""
 
 import errno
 from collections.abc import Iterable, Iterator, Sequence

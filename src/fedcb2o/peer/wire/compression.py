@@ -9,11 +9,6 @@ fixes SignSGD and other gradient compression schemes"). The models sent over sev
 therefore add up to the true ones except for one rounding. Differences from the previously sent
 model, as in EF21 (Richtarik, Sokolov and Fatkhullin 2021), are smaller, but only for receivers of
 an earlier model. `TopKCodec` sends these, and offers the last 32 of them and the whole model.
-
-Example:
-    >>> codec = RawCodec(dim=2)
-    >>> codec.encode(torch.tensor([0.0, 1.0])).hex()
-    '000000000000803f'
 """
 
 import hashlib

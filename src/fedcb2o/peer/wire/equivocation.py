@@ -6,11 +6,6 @@ received, the newest first, and ask for those that differ from their own.
 
 A manifest enters the ledger in two ways only: from the agent that signed it, or as the second of
 two that prove something. No member can therefore displace manifests of another.
-
-Example:
-    >>> proof = Proof("clinic-c", 2, 17, bytes(32), bytes(32), (b"", b""))
-    >>> proof.file
-    'clinic-c-17.proof.toml'
 """
 
 import base64

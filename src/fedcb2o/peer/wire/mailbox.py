@@ -2,10 +2,6 @@
 
 A mailbox stores sealed messages for sessions of members, and a card for each member. Its owner is
 not trusted: it can delay or drop messages, and sees senders, receivers and sizes.
-
-Example:
-    >>> split_messages(join_messages([b"first", b""]), max_count=10)
-    [b'first', b'']
 """
 
 import base64
@@ -41,7 +37,6 @@ _MAX_CARDS = 2**13  # cards in one reply of a relay: two of each member
 _MAX_CARDS_BYTES = 2**21
 _MAX_STATUS_BYTES = 2**10
 _MAX_FORMER_BYTES = MAX_FILE_BYTES + 2**8
-_MAX_VERSION_BYTES = 2**10
 _FULL_SECONDS = 0.05, 0.4  # first and longest pause before a message is sent to a full box again
 _MAX_CONNECTIONS = 16
 FORMER_MEMBER = 410  # status of a relay's reply to a former member, with the federation's file

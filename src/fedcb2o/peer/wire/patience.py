@@ -4,12 +4,6 @@ As soon as half of the peers answered, a round waits for the others within its m
 which costs nothing, and up to 1.5 times the median of all peers. Beyond that, all rounds together
 wait for at most a seventh of the time. A peer whose answer takes three times the median is late,
 and is not asked for some rounds.
-
-Example:
-    >>> patience = Patience()
-    >>> patience.record_arrival(peer=3, seconds=2.0)
-    >>> patience.median_seconds
-    2.0
 """
 
 import math

@@ -5,10 +5,6 @@ layout, little-endian. Each value has exactly one encoding, so that signatures a
 on bytes. Received bytes are hostile: sizes are compared with the length of the data before anything
 is allocated, and only `MalformedError` is raised. A context precedes signed bytes, so that a
 signature for one purpose is not valid for another.
-
-Example:
-    >>> num_chunks(CHUNK_BYTES + 1)
-    2
 """
 
 import base64

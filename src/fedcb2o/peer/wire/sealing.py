@@ -3,10 +3,6 @@
 Each process has a session: an ephemeral X25519 key, signed in a card by the member's identity key.
 Two sessions derive one ChaCha20-Poly1305 key for each direction. The relay therefore reads nothing
 and cannot change, repeat or misaddress a message. It can delay and drop messages.
-
-Example:
-    >>> Replays().accept(7), Replays().accept(7)
-    (True, True)
 """
 
 import hashlib

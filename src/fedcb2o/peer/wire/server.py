@@ -2,10 +2,6 @@
 
 A request is checked and answered in the transport's thread. This takes less than a millisecond: an
 answer is a view of an encoded model, or short. The transport sends it as fast as its reader reads.
-
-Example:
-    >>> Snapshot(b"manifest", bytes(10)).part(4, None).nbytes
-    6
 """
 
 import itertools
