@@ -27,6 +27,7 @@ from tests import agents as agent_helpers
 
 X = torch.tensor([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]])
 Y = torch.tensor([0, 1, 1])
+EXCHANGE = {"name": "fedassay", "guards": {"trigger_exchange": 5}}
 
 
 def linear(scale=0.0):
@@ -407,6 +408,8 @@ def test_groups_of_targets_equal_the_classes_of_a_judge():
         ({"validation": (X, Y), "num_samples": -2}, ConfigError, "`num_samples` must be"),
         ({"validation": (X, Y), "malicious_share": 1.0}, ConfigError, "`malicious_share` must be"),
         ({"validation": (X, Y), "method": {"name": "fedcbo", "alpha": -1.0}}, ConfigError, "alpha"),
+        ({"validation": (X, Y), "method": EXCHANGE}, ConfigError, "looks for pixels"),
+        ({"judge": len, "method": EXCHANGE}, ConfigError, "looks for pixels"),
     ],
 )
 def test_invalid_arguments_are_refused(arguments, error, message):

@@ -25,6 +25,7 @@ TABLE = {
     "training": {"gamma": 0.1, "batch_size": 16, "local_epochs": 2},
 }
 MEAN = {"algorithm": {"name": "dfedavgm", "selection": "prob_sampling"}}
+EXCHANGE = {"name": "fedassay", "guards": {"trigger_exchange": 5}}
 TRIGGERED = ("backdoor", "blended", "clean_label", "signal")
 
 
@@ -64,4 +65,11 @@ def test_triggers_need_images_and_are_refused_before_the_run(tmp_path, name):
     message = r"a trigger marks images, and the samples have shape \(30,\): take an attack"
     with pytest.raises(ConfigError, match=message):
         benign_scores(tmp_path / "run", attack={"name": name, "target": 1})
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_exchange_of_triggers_needs_images_before_the_run(tmp_path):
+    message = r"looks for pixels .* the samples have shape \(30,\): leave it out"
+    with pytest.raises(ConfigError, match=message):
+        benign_scores(tmp_path / "run", algorithm=EXCHANGE, attack={"name": "random_model"})
     assert not (tmp_path / "run").exists()

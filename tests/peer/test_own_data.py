@@ -182,6 +182,15 @@ def test_peers_solve_a_regression_with_their_own_validation_samples(tmp_path):
         ]
 
 
+def test_members_with_a_table_refuse_the_exchange_of_triggers(tmp_path):
+    settings = {key: value for key, value in LINES.items() if value is not None}
+    settings["algorithm"] = {"name": "fedassay", "guards": {"trigger_exchange": 2}}
+    orgs = members.identities(tmp_path, 3)
+    fed = make_federation(settings, [org.member for org in orgs], dataset=line(0), most_samples=100)
+    with pytest.raises(ConfigError, match=r"the samples have shape \(3,\): leave it out"):
+        agent_module.agent_from_dataset(fed, 1, line(1))
+
+
 def test_data_of_another_kind_than_agreed_are_refused(tmp_path):
     orgs = members.identities(tmp_path, 3)
     fed = regression_federation(orgs)

@@ -160,6 +160,8 @@ class Agent:
         self._settings = settings.with_classes(count)
         self._build()
         self._sound_theta()
+        if self._spec.algorithm.guards.trigger_exchange is not False:
+            trigger_exchange.check_samples(self._validation)
         self._is_random = judge is None and check_parts(self._spec, self._validation)
 
     def _build(self) -> None:

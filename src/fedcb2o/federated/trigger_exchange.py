@@ -30,6 +30,7 @@ import torch
 from jaxtyping import Bool, Float, Int, Int8
 from torch import Tensor
 
+from fedcb2o.data import Shard
 from fedcb2o.errors import ConfigError, DataError, describe_type
 from fedcb2o.federated.contacts import AgentState
 from fedcb2o.federated.criteria import universal_perturbation
@@ -124,6 +125,15 @@ def from_bytes(data: Any, shape: Sequence[int], num_classes: int) -> Triggers:
             f"{tuple(shape)}: got {int(painted.flatten(1).sum(1).max())}"
         )
     return triggers
+
+
+def check_samples(samples: Shard) -> None:
+    """Raise ConfigError where samples are not images with classes."""
+    if samples.y.is_floating_point() or samples.x.ndim < 3:
+        raise ConfigError(
+            "`guards.trigger_exchange` looks for pixels that change the class of images, and the "
+            f"samples have shape {tuple(samples.x.shape[1:])}: leave it out"
+        )
 
 
 def max_bytes(shape: Sequence[int]) -> int:
@@ -314,7 +324,7 @@ def search(context: AgentContext, models: Received) -> Triggers:
     It is one per model, by the gradient of one step for each class. Gradients that are not finite
     lead to no pixel.
     """
-    x, y = _images(context, _SEARCHED)
+    x, y = context.samples(_SEARCHED)
     num_models = len(models.rows)
     num_classes = context.outputs_per_model(models[:1], x[:1].unsqueeze(0)).shape[-1]
     classes = torch.arange(num_classes)
@@ -337,7 +347,7 @@ def search(context: AgentContext, models: Received) -> Triggers:
 
 def rates(context: AgentContext, models: Received, triggers: Triggers) -> Float[Tensor, "m t"]:
     """Return r_i(t): the share of other samples that a trigger leads to its class, less without."""
-    x, y = _images(context, _TESTED)
+    x, y = context.samples(_TESTED)
     m, n = len(models.rows), len(y)
     # The first are not painted.
     signs = torch.cat([torch.zeros_like(triggers.signs[:1]), triggers.signs])
@@ -365,13 +375,3 @@ def excesses(
     variances = p * (1 - p) / n
     errors = (variances[:-1] + variances[-1]).sqrt()
     return (rate[:-1] - least - _ERRORS * errors).clamp(min=0)
-
-
-def _images(context: AgentContext, count: int) -> tuple[Tensor, Tensor]:
-    x, y = context.samples(count)
-    if y.is_floating_point() or x.ndim < 3:
-        raise ConfigError(
-            "`guards.trigger_exchange` looks for pixels that change the class of images, and the "
-            f"samples have shape {tuple(x.shape[1:])}: leave it out"
-        )
-    return x, y

@@ -22,7 +22,7 @@ from fedcb2o.experiments.config.datasets import (
 )
 from fedcb2o.experiments.config.network import build_module
 from fedcb2o.experiments.config.settings import Experiment
-from fedcb2o.federated import privacy
+from fedcb2o.federated import privacy, trigger_exchange
 from fedcb2o.federated.adversary import Adversary
 from fedcb2o.federated.agent_group import AgentData, AgentGroup, BufferLayout
 from fedcb2o.federated.loss_groups import grouped
@@ -199,6 +199,8 @@ def build_run_spec(
     )
     privacy.check_privacy(training, module)
     # A fault is found before the first training.
+    if resolved.algorithm.guards.trigger_exchange is not False:
+        trigger_exchange.check_samples(dataset.pool)
     first = dataset.pool.part(np.arange(min(len(dataset.pool), _CHECKED_SAMPLES)))
     if resolved.weights is not None:
         relative_weights(resolved.weights, first.x, first.y)
