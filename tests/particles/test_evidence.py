@@ -13,7 +13,8 @@ from fedcb2o import ConfigError, Paper, minimize
 from fedcb2o.particles import objectives
 from fedcb2o.particles.adversaries import static
 from fedcb2o.particles.dynamics import EvaluationRequest
-from fedcb2o.particles.local_search import search_locally
+from fedcb2o.particles.hopping import Hopper
+from fedcb2o.particles.local_search import Found, search_locally
 
 BOX = [(-5, 5)] * 2
 
@@ -200,6 +201,17 @@ def test_local_searches_end_where_more_constraints_than_coordinates_are_active()
     result = minimize(lambda x: x[3], bounds=[(-3, 3)] * 4, constraints=cone, maxfev=200)
     assert result.constr_violation == 0
     assert result.fun == pytest.approx(apex[3], abs=1e-8)
+
+
+def test_a_local_search_from_a_uniform_point_does_not_end_an_ensemble():
+    hopper = Hopper(0, np.full(2, -3.0), np.full(2, 3.0), 24, can_search=True)
+    for _ in range(4):
+        points = hopper.points()
+        hopper.update(points, np.square(points).sum(1), None)
+    x, value = points[:1], np.ones(1)
+    hopper.add_search(Found(x[0], 1.0, 1.0, True, False, x, value, value))
+    assert hopper.num_ensembles == 0
+    assert (hopper.points()[0] == hopper.m).all()
 
 
 def test_functions_that_are_not_smooth_end_local_searches():

@@ -216,13 +216,14 @@ class Hopper:
         self._count(found.points, lowers)
         self.extra += len(found.points)
         self._failures = 0 if found.is_settled or found.is_unfinished else self._failures + 1
-        is_global = self._cloud is not None and not self._is_scouting
+        # A search that starts before the first step of an ensemble starts from a uniform point.
+        is_global = self._cloud is not None and self._cloud.generation > 0
         lower = found.lower if self.has_upper else 0.0
         end = End(found.x, lower, found.upper, found.x, 0.0, found.is_settled, is_global)
         self.ends.append(end)
         # The ensemble goes on to its collapse.
-        self._is_refined = self._cloud is not None and not found.is_settled
-        if self._cloud is not None and found.is_settled:
+        self._is_refined = is_global and not found.is_settled
+        if is_global and found.is_settled:
             self._end_ensemble()
 
     def add_rest(self, points: Array, lower: Array, upper: Array | None) -> None:
