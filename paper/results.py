@@ -19,7 +19,6 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
@@ -29,9 +28,11 @@ import pandas as pd
 import tomli_w
 from paper import board, preregistered, preregistered_2
 from paper.adaptive import adaptive_table
+from paper.former import former_regrets, former_table
 from paper.frontier import frontier_table
 from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
+from paper.losses import Comparison, losses_table, other_comparisons
 from paper.trial import trial_table
 from paper.triggers import triggers_table
 from paper.weak_places import weak_places_table
@@ -41,12 +42,7 @@ from fedcb2o.records import read_json_with_checksum, slug
 from fedcb2o.report import GridResults, SettingResults, explorer_page, read_grid, to_markdown
 from fedcb2o.report._grid_metrics import COMPARED_METRICS
 from fedcb2o.report._regret import worst_regret
-from fedcb2o.report._statistics import (
-    CONFIDENCE,
-    holm_correction,
-    paired_differences,
-    seed_statistics,
-)
+from fedcb2o.report._statistics import seed_statistics
 
 DOCS = Path(__file__).parents[1] / "docs"
 EXPLORER = DOCS / "explorer.html"
@@ -64,12 +60,15 @@ DEMO_FIGURE = DOCS / "figures" / "digits-curves.png"
 DEMO_PANEL = DEMO_FIGURE.with_name("digits-attack-success.png")
 """The last panel of the figure with its legend, for narrow screens."""
 DEMO_COLUMNS = {
-    "accuracy": "accuracy",
-    "source_accuracy": "source class accuracy",
-    "attack_success_rate": "attack success",
-    "attack_success_rate_worst": "worst agent's attack success",
+    "accuracy/worst agent's": [("accuracy", "mean"), ("accuracy_worst", "mean")],
+    "source class accuracy": [("source_accuracy", "mean")],
+    "attack success/worst agent's/of all seeds": [
+        ("attack_success_rate", "mean"),
+        ("attack_success_rate_worst", "mean"),
+        ("attack_success_rate_worst", "max"),
+    ],
 }
-"""Columns of the table of `make demo`, by metric."""
+"""Columns of the table of `make demo`: metrics, and what is taken of their values by seed."""
 _TEXTS = ("title", "description")
 PREREGISTERED = "preregistered"
 SEEN = "Letters"
@@ -78,7 +77,13 @@ ANSWER_COLUMNS = ("Worst regret, points", f"Without {SEEN.lower()}, points")
 MAIN_GRIDS = ("rivals", "attacks-all-data", "emnist-all-data", "fashion-all-data")
 GRIDS = (PREREGISTERED, *MAIN_GRIDS, "settings", "rules", "criteria")
 """Grids of the explorer."""
-MEASURES = ("accuracy", "attack_success_rate", "accuracy_worst")
+MEASURES = (
+    "accuracy",
+    "attack_success_rate",
+    "accuracy_worst",
+    "accuracy_worst_tenth",
+    "attack_success_rate_worst",
+)
 TRIGGERS = (
     "Backdoor",
     "Black square",
@@ -97,27 +102,10 @@ VARIANTS = (
     *(f"{METHOD}, {name}" for name in ("max_sensitivity", "backdoor search")),
 )
 """The recommended method, and with defences against backdoors."""
-FORMER = {
-    "FedAssay and its rivals": 3.1,
-    "Attacks, all data": 2.6,
-    "EMNIST, all data": 12.8,
-    "Fashion-MNIST, all data": 7.5,
-    "Settings: K = 1": 0.3,
-    "Settings: K = 4": 1.1,
-    "Settings: 1 of 100": 1.8,
-    "Settings: Dirichlet 0.5": 12.9,
-    "Settings: Shards of 2": 7.6,
-    "Settings: Torus": 4.0,
-    "Settings: Small world": 2.9,
-    "Settings: Half online": 1.0,
-    "Settings: M = 3": 1.2,
-}
-"""Worst regret of the former default, in points, as values committed before the present one say."""
 FEDCBO = ("FedCBO, all data", "FedCBO")
 """FedCBO that trains on the same samples as the recommended method, by the grid's name for it."""
 PARTS = ("without G", "average loss", "without guards")
 """Variants of the recommended method without a part, or with another criterion."""
-_MIN_LOSS = 0.01  # of accuracy or success: smaller losses are not listed
 _COMMENT = re.compile(
     r"(?P<mark>^<!-- generated: (?P<name>\w+) -->\n\n)(?:^\|.*\n)*\n?", re.MULTILINE
 )
@@ -165,7 +153,7 @@ def summary_table() -> pd.DataFrame:
     rows = []
     for name in MAIN_GRIDS:
         view = SettingResults(grid_results(name), "")
-        regret = _worst_regrets(view, without=TRIGGERS)
+        regret = worst_regrets(view, without=TRIGGERS)
         rivals = [defence for defence in regret.index if not defence.startswith(METHOD)]
         best = str(regret.loc[rivals].idxmin())
         for method in [*filter(regret.index.__contains__, VARIANTS), best]:
@@ -181,12 +169,10 @@ def parts_table() -> pd.DataFrame:
         variant that a grid does not have has a dash.
     """
     rows = {}
-    for name in GRIDS[: GRIDS.index("settings") + 1]:
-        for setting in grid_results(name).settings:
-            view = SettingResults(grid_results(name), setting)
-            regret = _worst_regrets(view, without=TRIGGERS).mul(100).map("{:.1f}".format)
-            variants = [METHOD, *(f"{METHOD}, {part}" for part in PARTS)]
-            rows[_title(view)] = regret.reindex(variants).fillna("–").to_numpy()
+    for title, view in grid_views():
+        regret = worst_regrets(view, without=TRIGGERS).mul(100).map("{:.1f}".format)
+        variants = [METHOD, *(f"{METHOD}, {part}" for part in PARTS)]
+        rows[title] = regret.reindex(variants).fillna("–").to_numpy()
     return pd.DataFrame.from_dict(rows, orient="index", columns=[METHOD, *PARTS]).rename_axis(
         "Grid"
     )
@@ -201,23 +187,21 @@ def regrets_table() -> pd.DataFrame:
         pre-registered test has the former default alone.
     """
     rows = {}
-    for name in GRIDS[: GRIDS.index("settings") + 1]:
-        for setting in grid_results(name).settings:
-            view = SettingResults(grid_results(name), setting)
-            regret = 100 * _worst_regrets(view, without=TRIGGERS)
-            fedcbo = next(filter(regret.index.__contains__, FEDCBO))
-            others = regret[~regret.index.str.startswith(METHOD)]
-            title = _title(view)
-            rows[title] = {
-                METHOD: f"{regret[METHOD]:.1f}" if title in FORMER else "–",
-                "its former default": f"{FORMER.get(title, regret[METHOD]):.1f}",
-                "FedCBO": f"{regret[fedcbo]:.1f}",
-                "best other method": f"{others.min():.1f} ({others.idxmin()})",
-            }
+    former = former_regrets()
+    for title, view in grid_views():
+        regret = 100 * worst_regrets(view, without=TRIGGERS)
+        fedcbo = next(filter(regret.index.__contains__, FEDCBO))
+        others = regret[~regret.index.str.startswith(METHOD)]
+        rows[title] = {
+            METHOD: f"{regret[METHOD]:.1f}" if title in former else "–",
+            "its former default": f"{former.get(title, regret[METHOD]):.1f}",
+            "FedCBO": f"{regret[fedcbo]:.1f}",
+            "best other method": f"{others.min():.1f} ({others.idxmin()})",
+        }
     return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Grid")
 
 
-def _title(view: SettingResults) -> str:
+def title_of(view: SettingResults) -> str:
     """Return the title of a grid and its setting."""
     return ": ".join(filter(None, [view.results.title, view.setting]))
 
@@ -261,7 +245,7 @@ def data_table() -> pd.DataFrame:
     rows = {}
     for setting in results.settings:
         view = SettingResults(results, setting)
-        regrets = _worst_regrets(view, without=TRIGGERS).sort_values()
+        regrets = worst_regrets(view, without=TRIGGERS).sort_values()
         ours = str(results.reference)
         best = next(str(name) for name in regrets.index if not str(name).startswith(ours))
         rows[setting] = {ours: _cell(view, ours), "best other": f"{_cell(view, best)} ({best})"}
@@ -286,15 +270,18 @@ def _summary_row(view: SettingResults, method: str, regret: float) -> dict[str, 
     under_attack = _under_attack(view, accuracy)
     success = seed_statistics(view.rows, "attack_success_rate")["mean"].loc[method]
     triggers = success.reindex([name for name in view.attacks if name in TRIGGERS])
+    agent = seed_statistics(view.rows, "accuracy_worst")["mean"].loc[method]
+    agent = _under_attack(view, agent)
     link = explorer_link(view.results, view.setting, row=method)
     return {
-        "Grid": _title(view),
+        "Grid": title_of(view),
         "Method": f"[{method}]({link})",
         "No attack": f"{100 * accuracy['Attackers clean']:.1f}",
         "Worst attack": f"{100 * under_attack.min():.1f} ({under_attack.idxmin()})",
+        "Worst agent": f"{100 * agent.min():.1f} ({agent.idxmin()})",
         "Worst trigger succeeds": _worst_trigger(triggers.dropna()),
         "Regret": f"{100 * regret:.1f}",
-        "Regret with triggers": f"{100 * float(_worst_regrets(view)[method]):.1f}",
+        "Regret with triggers": f"{100 * float(worst_regrets(view)[method]):.1f}",
     }
 
 
@@ -304,7 +291,7 @@ def _worst_trigger(success: "pd.Series[float]") -> str:
     return f"{100 * success.max():.0f} ({success.idxmax()})"
 
 
-def _worst_regrets(view: SettingResults, without: tuple[str, ...] = ()) -> "pd.Series[float]":
+def worst_regrets(view: SettingResults, without: tuple[str, ...] = ()) -> "pd.Series[float]":
     """Return the worst regret of each defence with all seeds, in accuracy or success.
 
     In the pre-registered test success is net, as its registered script computes it.
@@ -327,73 +314,26 @@ def _complete_defences(view: SettingResults) -> list[str]:
     return [str(name) for name in counts.index[counts == counts.max()]]
 
 
-@dataclass(frozen=True)
-class Loss:
-    """A column in which another defence is significantly better than the method."""
-
-    view: SettingResults
-    value: str
-    column: str
-    rival: str
-    points: float
-
-
-def find_losses(name: str) -> Iterator[Loss]:
-    """Find the columns in which another defence is significantly better than the method.
-
-    Differences are paired by seeds, among defences with all seeds, and corrected by Holm's method
-    over all rivals and columns of a grid, a setting and a measure.
-
-    Args:
-        name: Name of the grid.
-
-    Yields:
-        The largest loss of each column.
-    """
-    results = grid_results(name)
-    for setting in results.settings:
-        view = SettingResults(results, setting)
-        defences = _complete_defences(view)
-        rivals = [defence for defence in defences if not defence.startswith(METHOD)]
-        rows = view.rows[view.rows.defence.isin([METHOD, *rivals])]
-        for value in COMPARED_METRICS:
-            table = paired_differences(rows, value, METHOD)
-            gain = table["mean"] if value == "accuracy" else -table["mean"]
-            is_loss = (holm_correction(table.p) < 1 - CONFIDENCE) & (gain > _MIN_LOSS)
-            for column, gains in gain[is_loss].groupby(level="attack"):
-                rival = gains.idxmax()[0]
-                points = 100 * float(gains.max())
-                yield Loss(view, value, str(column), rival, points)
-
-
-def losses_table() -> pd.DataFrame:
-    """List where another defence is significantly better than the recommended method.
-
-    Returns:
-        Text, one row per grid, setting and measure: the number of such columns, and the largest
-        loss with its column and rival.
-    """
-    found: dict[tuple[str, str, str], list[Loss]] = {}
+def grid_views() -> Iterator[tuple[str, SettingResults]]:
+    """Yield the title and the results of each setting of the grids with the recommended method."""
     for name in GRIDS[: GRIDS.index("settings") + 1]:
-        for loss in find_losses(name):
-            found.setdefault((name, loss.view.setting, loss.value), []).append(loss)
-    rows = []
-    for losses in sorted(found.values(), key=lambda losses: -max(loss.points for loss in losses)):
-        worst = max(losses, key=lambda loss: loss.points)
-        state = {"measure": worst.value, "show": "difference", "to": METHOD}
-        state["row"] = worst.rival
-        link = explorer_link(worst.view.results, worst.view.setting, **state)
-        rows.append(
-            {
-                "Grid": _title(worst.view),
-                "Measure": COMPARED_METRICS[worst.value].lower(),
-                "Columns": str(len(losses)),
-                "Largest loss, points": f"{worst.points:.1f}",
-                "In the column": worst.column,
-                "To": f"[{worst.rival}]({link})",
-            }
-        )
-    return pd.DataFrame(rows).set_index("Grid")
+        for setting in grid_results(name).settings:
+            view = SettingResults(grid_results(name), setting)
+            yield title_of(view), view
+
+
+def comparisons() -> Iterator[Comparison]:
+    """Yield all measurements with the recommended method and rivals, the grids first."""
+    for title, view in grid_views():
+        state = {"show": "difference", "to": METHOD}
+        link = functools.partial(_measure_link, view, **state)
+        rows = view.rows[view.rows.defence.isin(_complete_defences(view))]
+        yield Comparison(title, rows, link)
+    yield from other_comparisons()
+
+
+def _measure_link(view: SettingResults, measure: str, **state: str) -> str:
+    return explorer_link(view.results, view.setting, measure=measure, **state)
 
 
 def demo_table() -> pd.DataFrame:
@@ -401,17 +341,19 @@ def demo_table() -> pd.DataFrame:
 
     The best value of a column is bold; oracles, which have no attackers, take no part in this.
     """
-    seeds = pd.read_csv(DEMO_VALUES)
-    means = 100 * seeds.groupby("run", sort=False)[list(DEMO_COLUMNS)].mean()
-    methods = means[~means.index.str.startswith("Oracle")]
-    table = means.map("{:.1f}".format)
-    for metric in DEMO_COLUMNS:
-        best = methods[metric].min()
-        if metric.endswith("accuracy"):
-            best = methods[metric].max()
-        is_best = methods.index[methods[metric] == best]
-        table.loc[is_best, metric] = "**" + table.loc[is_best, metric] + "**"
-    return table.rename(columns=DEMO_COLUMNS).rename_axis("method")
+    runs = pd.read_csv(DEMO_VALUES).groupby("run", sort=False)
+    table = pd.DataFrame()
+    for column, parts in DEMO_COLUMNS.items():
+        texts = []
+        for metric, statistic in parts:
+            values = 100 * runs[metric].agg(statistic)
+            methods = values[~values.index.str.startswith("Oracle")]
+            best = methods.min() if "success" in metric else methods.max()
+            is_best = (values == best) & values.index.isin(methods.index)
+            text = values.map("{:.1f}".format)
+            texts.append(text.mask(is_best, "**" + text + "**"))
+        table[column] = pd.concat(texts, axis="columns").agg("/".join, axis="columns")
+    return table.rename_axis("method")
 
 
 TABLES = {
@@ -420,7 +362,8 @@ TABLES = {
     "second_accuracy": preregistered_2.accuracy_table,
     "summary": summary_table,
     "parts": parts_table,
-    "losses": losses_table,
+    "losses": lambda: losses_table(METHOD, comparisons()),
+    "former": lambda: former_table(METHOD, grid_views()),
     "regrets": regrets_table,
     "frontier": functools.partial(frontier_table, TRIGGERS),
     "long_training": long_training_table,

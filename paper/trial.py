@@ -1,7 +1,7 @@
 """The guard `exit_test`: FedAssay with it and without, next to training alone.
 
     .venv/bin/python -m paper.trial      # measure missing runs
-    .venv/bin/python -m paper.results    # the table of docs/method.md
+    .venv/bin/python -m paper.results    # the table of docs/results.md
 
 The values are in docs/benchmark/trial/values.csv, one row per setting, method, attack and seed:
 percent after the last round, over benign agents, of the worst one, and of the worst tenth; and the
@@ -69,13 +69,13 @@ def run_cell(cell: Cell) -> list[float]:
 
 
 def trial_table() -> pd.DataFrame:
-    """Return accuracy, that of the worst agent, and success, means over seeds, as text."""
+    """Return accuracy, that of the worst agent and tenth, and success, as text."""
     table = pd.read_csv(VALUES)
     # A seed that a method lacks would set the means apart.
     known = table.groupby(["attack", "setting", "seed"]).method.transform("nunique")
     table = table[known == len(METHODS)]
     runs = table.groupby(["attack", "setting", "method"])
-    means = runs[["accuracy", "worst_accuracy", "success"]].mean()
+    means = runs[list(MEASURES[:-1])].mean()
     text = means.map("{:.1f}".format).agg(" / ".join, axis="columns")
     columns = text.unstack("method")[[*METHODS]].dropna()
     seeds = table.groupby(["attack", "setting"]).seed.nunique()
