@@ -26,6 +26,7 @@ from fedcb2o.federated import trigger_exchange
 from fedcb2o.peer.membership import federation
 from fedcb2o.peer.node import agent, engine, peer_monitor, publisher
 from fedcb2o.peer.node.node import Node
+from fedcb2o.peer.node.observer import NullObserver
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.node.publisher import ModelPublisher
 from fedcb2o.peer.report.peer_records import PeerRecords
@@ -430,35 +431,14 @@ def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, t
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "thesis.tex").touch()
     with pytest.raises(RunError, match="is not empty and holds no peer's run"):
-        Node(
-            fed,
-            orgs[0],
-            members.share(0),
-            out=tmp_path / "full",
-            connect=joining(Wire(), 0),
-            **QUIET,
-        ).run()
+        isolated_node(fed, orgs[0], members.share(0), tmp_path / "full").run()
     (tmp_path / "mine").mkdir()
     federation.write_federation(fed, tmp_path / "mine" / "federation.toml")
     with pytest.raises(RunError, match="mine is not the folder of a peer's run"):
-        Node(
-            fed,
-            orgs[0],
-            members.share(0),
-            out=tmp_path / "mine",
-            connect=joining(Wire(), 0),
-            **QUIET,
-        ).run()
+        isolated_node(fed, orgs[0], members.share(0), tmp_path / "mine").run()
     federation.write_federation(fed, tmp_path / "federation.toml")
-    node = Node(
-        tmp_path / "federation.toml",
-        orgs[0].folder,
-        members.share(0),
-        out=tmp_path / "out",
-        connect=joining(Wire(), 0),
-    )
-    node.gather = node.linger = 0.0
-    node.run()
+    files = tmp_path / "federation.toml", orgs[0].folder
+    isolated_node(*files, members.share(0), tmp_path / "out").run()
     assert (tmp_path / "out").stat().st_mode & 0o777 == 0o700
     federation.write_federation(
         federation.amend_federation(fed, remove=["org-2"]), tmp_path / "2.toml"
@@ -473,38 +453,23 @@ def test_a_run_folder_belongs_to_one_agent_and_federation(federation_of_three, t
     ):
         isolated_node(fed, orgs[0], members.share(0), tmp_path / "out", resume=True).run()
     with pytest.raises(RunError, match="of another federation or agent"):
-        Node(
-            fed,
-            orgs[1],
-            members.share(1),
-            out=tmp_path / "out",
-            connect=joining(Wire(), 1),
-            resume=True,
-            **QUIET,
-        ).run()
+        isolated_node(fed, orgs[1], members.share(1), tmp_path / "out", resume=True).run()
 
 
-class Notes:
+class Notes(NullObserver):
     """Observer that records the messages for the operator."""
 
     def __init__(self):
         self.notes = []
 
-    def on_phase(self, n, name):
-        pass
-
-    def on_round(self, line):
-        pass
-
     def on_note(self, text):
         self.notes.append(text)
 
 
-def isolated_node(fed, identity, data, out, **options):
+def isolated_node(fed, identity, data, out, wire=None, **options):
     """Return a node that does not wait for other members."""
-    return Node(
-        fed, identity, data, out=out, connect=joining(Wire(), 0), gather=0.0, linger=0.0, **options
-    )
+    connect = joining(wire or Wire(), 0)
+    return Node(fed, identity, data, out=out, connect=connect, gather=0.0, linger=0.0, **options)
 
 
 def test_a_node_that_trains_alone_names_unreachable_members_once(
@@ -661,17 +626,7 @@ def test_a_node_restarts_from_the_initial_model_after_divergence(tmp_path):
         print,
     ).publish(3, malicious_model, 500)
     notes = Notes()
-    node = Node(
-        fed,
-        orgs[0],
-        members.share(0),
-        out=tmp_path / "out",
-        connect=lambda federation, identity: wire.agent(0),
-        gather=0.0,
-        linger=0.0,
-        observer=notes,
-    )
-    node.run()
+    isolated_node(fed, orgs[0], members.share(0), tmp_path / "out", wire, observer=notes).run()
     lines = lines_of(tmp_path / "out")
     assert [line["round"] for line in lines] == [1, 2, 3, 4]
     assert lines[0]["received"][0]["weight"] > 0.1

@@ -289,15 +289,8 @@ def test_the_check_command(organisations, exit_stack):
     members, federation, folder = organisations
     for other in members[1:]:
         serve_hello(exit_stack, federation, other, {}, signer=other)
-    command = [
-        "peer",
-        "check",
-        str(folder / "federation.toml"),
-        "--identity",
-        str(members[0].folder),
-        "--seconds",
-        "60",
-    ]
+    options = ["--identity", str(members[0].folder), "--seconds", "60"]
+    command = ["peer", "check", str(folder / "federation.toml"), *options]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0
     head, *other = result.stdout.splitlines()
@@ -318,17 +311,8 @@ def test_the_check_command_reports_user_functions_and_mismatched_data(tmp_path):
     name = "tests.peer.members:own_criterion"
     experiment_changes = {"algorithm": {"criterion": {"name": name, "by": 2.0}}}
     federated(members, changes=experiment_changes, path=tmp_path / "f.toml")
-    command = [
-        *(
-            "peer",
-            "check",
-            str(tmp_path / "f.toml"),
-            "--identity",
-            str(members[0].folder),
-            "--seconds",
-            "0",
-        )
-    ]
+    options = ["--identity", str(members[0].folder), "--seconds", "0"]
+    command = ["peer", "check", str(tmp_path / "f.toml"), *options]
     assert f"names {name}, code that would run here: read it, then --own {name}" in failed_output(
         command
     )

@@ -135,6 +135,7 @@ class Agent:
             raise ConfigError("an agent without a network needs a `judge` in place of `validation`")
         self.network, self._is_numpy = as_network(network)
         _set_statistics_mode(self.network, buffers, has_samples=judge is None)
+        # Raises for a network that cannot be a model.
         parameters.dimension(self.network)
         self.round = 0
         self._judge = judge
@@ -157,7 +158,7 @@ class Agent:
             malicious_share=malicious_share,
         )
         count = num_classes(self.network, self._validation, loss)
-        self._settings = settings.with_classes(count)
+        self._settings = dataclasses.replace(settings, num_classes=count)
         self._build()
         self._sound_theta()
         if self._spec.algorithm.guards.trigger_exchange is not False:
@@ -186,6 +187,7 @@ class Agent:
     @theta.setter
     def theta(self, theta: Any) -> None:
         row = torch.empty_like(self._previous)
+        # Into a row first: a model that does not fit changes nothing.
         reason = self._format.read_(theta, row)
         if reason:
             raise ConfigError(f"the model cannot be set: {reason}")
@@ -512,6 +514,7 @@ class Agent:
         return {key: value for key, value in self.__dict__.items() if key not in _REBUILT}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # What follows from the settings is built again, since some functions have no names.
         self.__dict__.update(state)
         self._build()
 

@@ -1,7 +1,6 @@
 """Settings and validation samples of an agent, and the specification that follows from them."""
 
 import copy
-import dataclasses
 import math
 import warnings
 from collections.abc import Mapping
@@ -43,7 +42,7 @@ class Settings:
     rounds: int
     num_samples: int
     malicious_share: float
-    num_classes: int = 1
+    num_classes: int = 1  # without classes
 
     def __post_init__(self) -> None:
         """Check the numbers."""
@@ -93,13 +92,6 @@ class Settings:
         rule = as_component(section.parameters.get("rule", ""))
         names = [section.name, rule["name"] if isinstance(rule, Mapping) else ""]
         return " with ".join(n if isinstance(n, str) else function_name(n) for n in names if n)
-
-    def with_classes(self, num_classes: int) -> "Settings":
-        """Return the same settings for a number of classes.
-
-        1 means no classes.
-        """
-        return dataclasses.replace(self, num_classes=num_classes)
 
 
 def _bound(kind: str, choice: Any, module: ModuleType) -> Any:

@@ -155,7 +155,7 @@ class ClusterTransform:
         """
         inputs = self._inputs
         with using_range(self.value_range):
-            if not self._is_own:
+            if plugins.USER_FUNCTION.get(self.function) is None:
                 seen: Shard = self.function(samples, cluster, *inputs)
                 return seen
             # A user's function gets copies on the CPU, which it may change.
@@ -165,10 +165,6 @@ class ClusterTransform:
         changed = changed_shard(name, result, samples)
         check_classes(name, changed.y, self.num_classes)
         return changed
-
-    @functools.cached_property
-    def _is_own(self) -> bool:
-        return plugins.USER_FUNCTION.get(self.function) is not None
 
     @functools.cached_property
     def _inputs(self) -> list[int]:

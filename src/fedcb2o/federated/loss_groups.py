@@ -8,7 +8,6 @@ without classes are one group, in which a harm to a part of the samples is hard 
 [0, 1, 0, 0, 1]
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Annotated, Any
 
@@ -22,9 +21,6 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.user_values import returned_tensor
 
 __all__ = ["feature_quantiles", "target_quantiles"]
-
-LossGroups = Callable[[Tensor, Tensor], Tensor]
-"""(samples, targets) of one agent -> the group of each sample."""
 
 _Bins = Annotated[int, Field(ge=2, le=1000)]
 

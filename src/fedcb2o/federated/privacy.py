@@ -57,17 +57,14 @@ def check_delta(training: "Training", counts: Iterable[int]) -> None:
     most = max(counts, default=0)
     if training.privacy is None or training.privacy.delta * most < 1:
         return
+    # A power of ten that is at most a tenth of 1 / n.
+    smaller = min(1e-5, 10.0 ** -(math.ceil(math.log10(most)) + 1))
     warnings.warn(
         f"`training.privacy.delta` = {training.privacy.delta:g} is no protection for an agent with"
         f" {most} training samples: publishing one of them as it is would have epsilon 0 and delta"
-        f" {1 / most:.2g}. Take a delta well below {1 / most:.2g}, such as {_delta_for(most):g}",
+        f" {1 / most:.2g}. Take a delta well below {1 / most:.2g}, such as {smaller:g}",
         stacklevel=2,
     )
-
-
-def _delta_for(num_samples: int) -> float:
-    """Return a power of ten that is at most a tenth of one divided by a number of samples."""
-    return min(1e-5, 10.0 ** -(math.ceil(math.log10(num_samples)) + 1))
 
 
 def num_steps(training: "Training", num_samples: int) -> int:

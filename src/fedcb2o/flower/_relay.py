@@ -78,7 +78,8 @@ class PeerRelay(FedAvg):
         for receiver, content in self._updates.items():
             answer = content.config_records.get(REQUEST, ConfigRecord())
             # A client may write anything: only peers that trained count, up to the budget.
-            chosen = [str(peer) for peer in _as_list(answer.get("peers"))]
+            listed = answer.get("peers")
+            chosen = [str(peer) for peer in listed] if isinstance(listed, list) else []
             peers = [peer for peer in chosen if peer in self._updates and peer != receiver]
             peers = sorted(set(peers))[: self.budget]
             samples = [self._num_samples(peer) for peer in peers]
@@ -110,7 +111,3 @@ class PeerRelay(FedAvg):
     def _num_samples(self, peer: str) -> float:
         metrics = next(iter(self._updates[peer].metric_records.values()))
         return float(metrics[self.weighted_by_key])
-
-
-def _as_list(value: Any) -> list[Any]:
-    return value if isinstance(value, list) else []

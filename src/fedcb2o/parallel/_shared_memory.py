@@ -119,15 +119,11 @@ def _create_in_first(folders: list[Path], size: int) -> BinaryIO:
     )
 
 
-def _open_private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
-
-
 def _create(size: int, folder: Path) -> BinaryIO:
     """Create a locked file; retry if another run's `remove_stale` removes it before its lock."""
     for _ in range(MAX_ATTEMPTS):
         path = folder / f"{PREFIX}{os.getpid()}-{secrets.token_hex(4)}{SUFFIX}"
-        file = open(path, "xb+", opener=_open_private)  # noqa: SIM115
+        file = open(path, "xb+", opener=lambda file, flags: os.open(file, flags, 0o600))  # noqa: SIM115
         try:
             fcntl.flock(file, fcntl.LOCK_EX)
             if os.fstat(file.fileno()).st_nlink:

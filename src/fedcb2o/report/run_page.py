@@ -162,7 +162,7 @@ def report(
     }
     page.add_figures("Weights between agents", weights, _WEIGHT_MATRIX_CAPTION)
     # The run with the most clusters shows the images of all others too.
-    samples = _draw_samples(page, max(shown, key=_count_clusters))
+    samples = _draw_samples(page, max(shown, key=lambda run: run.agents.cluster.nunique()))
     page.add_figures("Samples", {"samples": samples}, _SAMPLES_CAPTION)
     _add_texts(page, names, shown, data_dir)
 
@@ -321,10 +321,6 @@ def _tuning_warning(run: Run) -> str | None:
     if data != "tuning":
         return None
     return f"{run.title} was measured on {data} data, not on the test set"
-
-
-def _count_clusters(run: Run) -> int:
-    return int(run.agents.cluster.nunique())
 
 
 def _count_benign(run: Run) -> int:

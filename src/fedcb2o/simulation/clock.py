@@ -80,6 +80,7 @@ class Clock:
 
     def deliver_(self, batches: Sequence[AgentIds], inboxes: Sequence[Inbox]) -> list[Inbox]:
         """Return the models that arrive in time, of all that agents download in a round."""
+        # Of all batches at once, because agents of several batches share a link.
         receivers = np.concatenate(
             [agents[inbox.ids.list_index] for agents, inbox in zip(batches, inboxes, strict=True)]
         )
@@ -124,6 +125,7 @@ class Clock:
         """End the round; `now` is then the start of the next one."""
         if self.is_asynchronous:
             assert self.section.interval is not None
+            # No agent is idle: the next LocalUpdate begins where the last download ended.
             self._finish[self.trains] = (self._ready + self._duration)[self.trains]
             self.now += self.section.interval
         else:

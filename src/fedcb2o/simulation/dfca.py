@@ -57,6 +57,7 @@ def run_rounds(
         timer.stop("aggregate")
 
         own = engine.group.layout.own
+        # A model that broke in training enters no average.
         is_finite = np.isfinite(max_abs(engine.group.models, own.tolist()))
         engine.mix_rows_(running_averages(rows, own, is_finite, cluster_ids, inbox))
         timer.stop("mix")

@@ -44,10 +44,12 @@ def run_rounds(
     """
     clusters = cluster_models(engine)
     agents = AgentIds(np.arange(engine.spec.num_agents))
+    # A run that continues has its models in the checkpoint.
     if start == 0 and clusters.restarts > 1:
         _select_initialisation_(engine, on_phase)
 
     rows = len(agents) + np.arange(clusters.num_models)
+    # All agents choose among the K models of the coordinator.
     candidates = np.tile(rows, (len(agents), 1))
     cluster_ids, _ = assign_clusters(engine, candidates)
     shortfall = Shortfall(engine.spec.algorithm, engine.spec.malicious_share)
@@ -132,6 +134,7 @@ def _select_initialisation_(engine: LocalEngine, on_phase: OnPhase) -> None:
             cluster_ids, loss = assign_clusters(engine, candidates)
         losses.append(loss)
 
+    # The loss of a set whose training diverged is NaN.
     best = sets[int(np.nanargmin(losses))] - first
     # The run starts anew: the trial rounds have changed the models.
     engine.group.models[first:stop] = initial

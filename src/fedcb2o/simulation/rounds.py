@@ -205,6 +205,7 @@ def train_and_publish_(
     is_finite = np.isfinite(max_abs)
     may_break = engine.may_break(n)
     trains = np.ones(num_agents, dtype=bool) if clock is None else clock.trains
+    # An agent that does not train in the round has no loss.
     is_sound = ~engine.benign | (is_finite & (np.isfinite(losses) | ~trains))
     diverged = agents[~is_sound[agents]]
     if len(diverged) and not may_break:
@@ -231,6 +232,7 @@ def train_and_publish_(
     engine.publish_(n, online, max_abs)
     if may_break:
         timer.stop("craft")
+    # An attacker with a broken model takes part: others get what it crafts.
     return losses, online & trains & (is_finite | ~engine.benign)
 
 

@@ -175,6 +175,7 @@ class Traces:
         until = np.full(len(changes), np.inf)
         has_next = count < changes.sizes
         until[has_next] = changes.values[(changes.offsets + count)[has_next]] - phase + time
+        # Each change turns presence over: after an even number it is as at the start.
         return self.starts_online ^ (count % 2 == 1), until
 
 
@@ -207,6 +208,7 @@ def make_traces(section: ClockSection, seed: int, num_agents: int) -> Traces:
                 f"{path} has {count} rows for {num_agents} agents: give one row per agent, or set "
                 "`clock.draw_traces` = true"
             )
+        # What the file has replaces what was drawn.
         columns |= {name: values[rows] for name, values in numbers.items()}
         if sessions is not None:
             starts_online = np.zeros(num_agents, dtype=bool)
@@ -230,6 +232,7 @@ def read_traces(
     """
     try:
         with open_regular(path, follow_links=True) as file:
+            # One byte more shows that the file is too long, whatever its size says.
             content = file.read(_MAX_BYTES + 1)
         if len(content) > _MAX_BYTES:
             raise ConfigError(f"{path} is longer than a GiB")
@@ -257,6 +260,7 @@ def read_traces(
 
 def _column(path: Path, name: str, cells: Sequence[str]) -> Float[np.ndarray, " k"]:
     """Return the numbers of a column."""
+    # A rate of 0 would never end; a latency may be 0.
     least = 0.0 if name == "latency" else math.ulp(0.0)
     return np.array([_number(path, line, name, cell, least) for line, cell in enumerate(cells, 2)])
 

@@ -143,20 +143,14 @@ class RemoteExecutor:
         return Task(execute, (job,), (files, arrays), gpus=0 if is_cpu(experiment.device) else 1)
 
 
+@dataclass(frozen=True)
 class _Batch(Generic[_JobId]):
     """The runs of one call of `RemoteExecutor.map`."""
 
-    def __init__(
-        self,
-        locks: contextlib.ExitStack,
-        on_result: Callable[[_JobId, _Result], object],
-        on_round: RoundCallback | None,
-        is_locked: bool,
-    ) -> None:
-        self._locks = locks
-        self._on_result = on_result
-        self._on_round = on_round
-        self._is_locked = is_locked
+    _locks: contextlib.ExitStack
+    _on_result: Callable[[_JobId, _Result], object]
+    _on_round: RoundCallback | None
+    _is_locked: bool
 
     def started(
         self, runs: Iterable[tuple[_JobId, tuple[Experiment, Path]]]

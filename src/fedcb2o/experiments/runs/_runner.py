@@ -235,9 +235,11 @@ def run_loaded(
 
     # A finished run needs no cluster, and may be read without one.
     address = cluster if blocks is None and unfinished else None
+    work = f"{experiment.name}: {pluralize(len(unfinished), 'seed')}"
+    datasets = [(experiment.data, dataset)]
     with (
         backend.connect([prepared[seed] for seed in unfinished]),
-        _connect_remote(address, experiment, dataset, len(unfinished), limit) as remote,
+        _remote_runs.connect_executor(address, work, [experiment], datasets, limit) as remote,
         records.exclusive_lock(folder),
         Progress() if watch is None else contextlib.nullcontext(watch) as callback,
     ):
@@ -280,15 +282,6 @@ def _check_workers(experiment: Experiment, workers: int | None) -> int | None:
             "leave it out"
         )
     return clip_workers(workers, experiment.agents.num_agents, "agents")
-
-
-def _connect_remote(
-    address: str | None, experiment: Experiment, dataset: Dataset, count: int, memory: int | None
-) -> contextlib.AbstractContextManager[_remote_runs.RemoteExecutor | None]:
-    """Return the context of a cluster that runs seeds; None without an address."""
-    description = f"{experiment.name}: {pluralize(count, 'seed')}"
-    datasets = [(experiment.data, dataset)]
-    return _remote_runs.connect_executor(address, description, [experiment], datasets, memory)
 
 
 def _run_remotely(

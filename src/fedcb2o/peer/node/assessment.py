@@ -54,6 +54,7 @@ class SelfAssessment:
         self._sent: dict[str, float] = {}
         tests = list(group.data.test_sets(self._members))
         self.test = tests[0][1] if tests else Shard(group.data.test.x[:0], group.data.test.y[:0])
+        # A resumed node goes on with the model that it has trained alone.
         if self.path.exists():
             check_regular(self.path)
             with safe_open(self.path, "pt") as file:
@@ -115,6 +116,7 @@ class SelfAssessment:
 
     def _gain(self) -> dict[str, Any]:
         spec = self.group.spec
+        # The gain is one of accuracy, which regressions lack.
         if spec.num_classes < 2:
             return {}
         models = torch.stack([self._own(), self.alone])

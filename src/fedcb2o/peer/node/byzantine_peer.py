@@ -68,6 +68,7 @@ class ByzantinePeer:
         """Return an invalid answer, with the fault of the round."""
         body: bytes = secrets.token_bytes(1000)
         if request.kind is RequestKind.MANIFEST:
+            # Another fault in each round, so that a demonstration shows all of them.
             fault = FAULTS[request.round % len(FAULTS)]
             if request.round >= EQUIVOCATION_START * self.federation.rounds:
                 fault = _EQUIVOCATION
@@ -99,6 +100,7 @@ class ByzantinePeer:
             agent=agent,
             round=n,
             dim=len(theta),
+            # The largest claim that receivers believe.
             num_samples=self.federation.most_samples,
             encoding=0,
             base=ZERO_DIGEST,

@@ -67,6 +67,7 @@ class PeerEngine:
         # A real peer does not know who attacks.
         self.benign = np.ones(self.spec.num_agents, dtype=bool)
         self.agent_id = int(group.agents[0])
+        # One batch of one agent: the rounds are those of simulations.
         self.batches = [group.agents]
         self.arrivals: Mapping[int, Arrival] = {}
         self.failures: Mapping[int, str] = {}
@@ -99,6 +100,7 @@ class PeerEngine:
                     f"training diverged in round {n + 1}: it begins again with the initial model; "
                     "are the data on the agreed scale?"
                 )
+                # The initial model is finite, and all members have it.
                 self._own_model().copy_(self.initial_model)
                 result = train_(self.group, _ONLY_MEMBER, n)
         return [result]

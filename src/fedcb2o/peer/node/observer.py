@@ -10,15 +10,12 @@ class NodeObserver(Protocol):
 
     def on_phase(self, n: int, name: str) -> None:
         """Handle the start of a phase ("training", "aggregating" ...) of round `n` from 1."""
-        ...
 
     def on_round(self, line: Mapping[str, Any]) -> None:
         """Handle the end of a round."""
-        ...
 
     def on_note(self, text: str) -> None:
         """Handle a message for the operator."""
-        ...
 
 
 class NullObserver:

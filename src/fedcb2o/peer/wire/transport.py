@@ -52,7 +52,6 @@ class Transport(Protocol):
 
         It is None after `timeout` seconds, or early if the link is lost or the peer gives none.
         """
-        ...
 
     def serve(self, handler: RequestHandler) -> None:
         """Handle incoming requests from now on.
@@ -61,15 +60,12 @@ class Transport(Protocol):
         once, with the reason if it turned the request away. `reply` may be called later, once, from
         any thread, and does not wait for the reader. None means no answer.
         """
-        ...
 
     def connected_peers(self) -> frozenset[int]:
         """Return the agents with a working link."""
-        ...
 
     def close(self) -> None:
         """Close all links within a few seconds; a second call does nothing."""
-        ...
 
 
 class Https(Closeable):
