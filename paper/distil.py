@@ -1,7 +1,7 @@
 """Ablation of FedAssay: the method without one part at a time, on tuning images.
 
     .venv/bin/python -m paper.distil            # measure missing runs, an hour on a quiet core
-    .venv/bin/python -m paper.distil --table    # print the means
+    .venv/bin/python -m paper.distil --table    # print the means; docs/results.md has the extremes
 
 EMNIST and Fashion-MNIST are read from the folder that FEDCB2O_DATA names, or from the user's, and
 HAPT needs the extra `har`. The values are in docs/benchmark/distil/values.csv, one row per setting,
@@ -139,6 +139,48 @@ def measure(cell: Cell) -> tuple[float, float]:
     return cells.measure(part.preset, changes, seed)
 
 
+def paired_means() -> pd.DataFrame:
+    """Return means by setting, attack and method, over the seeds that most methods have.
+
+    A seed that few methods have would set their means apart.
+    """
+    table = pd.read_csv(VALUES)
+    methods = table.groupby(["setting", "attack", "seed"]).method.transform("nunique")
+    most = methods.groupby([table.setting, table.attack]).transform("max")
+    return (
+        table[methods == most].groupby(["setting", "attack", "method"])[list(cells.MEASURES)].mean()
+    )
+
+
+def ablation_table() -> pd.DataFrame:
+    """Return what leaving out a part costs and gains at most, in points and where, as text.
+
+    Success without an attack is left aside.
+    """
+    means = paired_means()
+    changes = means - means.xs("FedAssay", level="method")
+    is_clean = changes.index.get_level_values("attack").isin(["none", "removed"])
+    changes.loc[is_clean, "success"] = float("nan")
+    rows = {}
+    for method in METHODS:
+        if not method.startswith("without"):
+            continue
+        own = changes.xs(method, level="method")
+        rows[method.removeprefix("without ")] = {
+            "accuracy lost at most": _extreme(-own.accuracy),
+            "accuracy gained at most": _extreme(own.accuracy),
+            "success added at most": _extreme(own.success),
+            "success removed at most": _extreme(-own.success),
+        }
+    return pd.DataFrame.from_dict(rows, orient="index").rename_axis("Left out")
+
+
+def _extreme(points: pd.Series) -> str:
+    """Return the largest of some differences, if it is positive, and its setting and attack."""
+    setting, attack = points.idxmax()
+    return f"{points.max():.1f} ({setting}, {attack})" if points.max() > 0 else ""
+
+
 def main() -> None:
     """Measure missing runs, or print the means."""
     parser = argparse.ArgumentParser(
@@ -146,11 +188,7 @@ def main() -> None:
     )
     parser.add_argument("--table", action="store_true")
     if parser.parse_args().table:
-        table = pd.read_csv(VALUES)
-        # A seed that few methods have would set their means apart.
-        methods = table.groupby(["setting", "attack", "seed"]).method.transform("nunique")
-        most = methods.groupby([table.setting, table.attack]).transform("max")
-        table = table[methods == most]
+        table = paired_means().reset_index()
         for measured in cells.MEASURES:
             means = table.pivot_table(
                 index="method", columns=["setting", "attack"], values=measured, sort=False

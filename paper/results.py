@@ -28,6 +28,7 @@ import pandas as pd
 import tomli_w
 from paper import board, preregistered, preregistered_2
 from paper.adaptive import adaptive_table
+from paper.distil import ablation_table
 from paper.former import former_regrets, former_table
 from paper.frontier import frontier_table
 from paper.last_layer import last_layer_table
@@ -362,6 +363,7 @@ TABLES = {
     "second_accuracy": preregistered_2.accuracy_table,
     "summary": summary_table,
     "parts": parts_table,
+    "ablation": ablation_table,
     "losses": lambda: losses_table(METHOD, comparisons()),
     "former": lambda: former_table(METHOD, grid_views()),
     "regrets": regrets_table,
