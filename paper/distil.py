@@ -36,19 +36,22 @@ METHODS: dict[str, Changes] = {
     "without max_distance": {"algorithm.guards.max_distance": False},
     "without min_distance": {"algorithm.guards.min_distance": False},
     "without interpolation": {"algorithm.guards.interpolation": 1.0},
-    "interpolation 0.75": {"algorithm.guards.interpolation": 0.75},
     "without loss_tolerance": {"algorithm.guards.loss_tolerance": False},
     "without rank_tolerance": {"algorithm.rank_tolerance": False},
     "without label_coverage": {"algorithm.label_coverage": 0.0},
     "without the sub-level set": {"algorithm.beta": 1.0},
     "without G": {"algorithm.alpha": 0.0},
     "without tau": {"algorithm.criterion": {"name": "class_loss_excess", "least_deviation": 0.0}},
-    "slack 0": {"algorithm.criterion": {"name": "class_loss_excess", "slack": 0.0}},
     "class_loss_gap": {"algorithm.criterion": "class_loss_gap"},
     "average loss": {"algorithm.criterion": "average_loss"},
+}
+VARIANTS: dict[str, Changes] = {
+    "interpolation 0.75": {"algorithm.guards.interpolation": 0.75},
+    "slack 0": {"algorithm.criterion": {"name": "class_loss_excess", "slack": 0.0}},
     "alpha 0.5": {"algorithm.alpha": 0.5},
     "alpha 2": {"algorithm.alpha": 2.0},
 }
+"""Other settings, measured after the parts."""
 FLIP = {"name": "label_flip", "source": 9, "target": 4}
 ATTACKS: dict[str, Changes] = {
     "none": {"agents.malicious_role": "clean"},
@@ -133,7 +136,7 @@ def measure(cell: Cell) -> tuple[float, float]:
     changes = {
         "evaluate_every": part.changes.get("rounds", 25),
         **part.changes,
-        **METHODS[method],
+        **(METHODS | VARIANTS)[method],
         **ATTACKS[attack],
     }
     return cells.measure(part.preset, changes, seed)
@@ -196,10 +199,10 @@ def main() -> None:
             print(f"{measured}\n{means.round(1).to_string()}\n")
         return
 
-    for setting, part in SETTINGS.items():
+    for methods, (setting, part) in itertools.product((METHODS, VARIANTS), SETTINGS.items()):
         neighbours = (
             (setting, method, attack, seed)
-            for seed, attack, method in itertools.product(part.seeds, part.attacks, METHODS)
+            for seed, attack, method in itertools.product(part.seeds, part.attacks, methods)
         )
         cells.measure_missing(VALUES, "setting", neighbours, measure)
 
