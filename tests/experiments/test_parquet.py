@@ -164,6 +164,9 @@ def test_many_agents_choose_columns_of_all_where_the_extra_is(
     caplog.set_level(logging.WARNING, "fedcb2o")
     large = run(settings, out=tmp_path / "large", workers=1)
     assert f"records of all {count} agents in Parquet, at most about " in caplog.text
+    budget, rounds = settings["agents"]["budget"], settings["rounds"]
+    peers = min(count - 1, budget * rounds)
+    assert f"contacts of up to {peers} peers take at most " in caplog.text
     assert columns(large.folder) == columns(runs[1].folder)
 
     monkeypatch.setattr(_parquet, "find_spec", lambda name: None)

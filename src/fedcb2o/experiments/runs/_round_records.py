@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from jaxtyping import Bool
 
-from fedcb2o.experiments.config.settings import Experiment
+from fedcb2o.experiments.config.prepared_seed import PreparedSeed
 from fedcb2o.federated.decisions import Decisions
 from fedcb2o.federated.evaluation import metrics
 from fedcb2o.federated.guards.checks import TOO_FAR, TOO_NEAR, TOO_SENSITIVE
@@ -26,12 +26,16 @@ from fedcb2o.simulation.rounds import Round
 
 _LOG = logging.getLogger(__name__)
 
+_CONTACT_BYTES = 40
+"""Of a contact between rounds and as it is updated."""
 
-def choose_columns(experiment: Experiment, folder: Path) -> Sequence[str]:
+
+def choose_columns(prepared: PreparedSeed, folder: Path) -> Sequence[str]:
     """Return the logs of a seed in Parquet, as in its checkpoint, else as configured.
 
-    A warning says what is recorded where the number of agents decides.
+    Warnings say what is recorded where the number of agents decides, and the memory of contacts.
     """
+    experiment = prepared.experiment
     count = experiment.agents.num_agents
     is_large = sampled_agents(count) is not None
     is_parquet = experiment.records == "parquet"
@@ -53,6 +57,15 @@ def choose_columns(experiment: Experiment, folder: Path) -> Sequence[str]:
             "%s: pairs.jsonl has 10000 of %d agents; `pip install 'fedcb2o[parquet]'` and "
             '`records` = "parquet" record all.',
             *(folder, count),
+        )
+    if is_large:
+        neighbours = prepared.spec.neighbours
+        most = count - 1 if neighbours is None else max(map(len, neighbours))
+        peers = min(most, experiment.agents.budget * experiment.rounds)
+        _LOG.warning(
+            "%s: contacts of up to %d peers take at most %s of memory in the last round%s.",
+            *(folder, peers, format_bytes(count * peers * _CONTACT_BYTES)),
+            "" if neighbours is not None else "; the graph `random_view` bounds them",
         )
     return REPRODUCIBLE_LOGS if is_parquet else ()
 

@@ -163,7 +163,7 @@ def run_seed(
     # A run that does not fit must leave no folder behind.
     place = backend.place(prepared, folder)
     records.make_folder(folder)
-    columns = choose_columns(experiment, folder)
+    columns = choose_columns(prepared, folder)
     log = RoundLog(folder, columns=columns)
     device = devices.resolve_device(experiment.device)
     kernels = choose_kernels(folder, prepared)
