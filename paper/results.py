@@ -35,7 +35,7 @@ from paper.last_layer import last_layer_table
 from paper.long_training import long_training_table
 from paper.losses import Comparison, losses_table, other_comparisons
 from paper.trial import trial_table
-from paper.triggers import triggers_table
+from paper.triggers import choice_table, triggers_table
 from paper.weak_places import weak_places_table
 from PIL import Image
 
@@ -374,6 +374,7 @@ TABLES = {
     "adaptive": adaptive_table,
     "last_layer": last_layer_table,
     "triggers": triggers_table,
+    "trigger_choice": choice_table,
     "board": board.table,
     "adversary": board.adversary_table,
     "forms": board.forms_table,

@@ -14,6 +14,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import itertools
 import statistics
 import sys
 import time
@@ -21,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 import pandas as pd
-from paper import cells, last_layer
+from paper import cells, last_layer, victims
 from paper.cells import Cell
 from paper.distil import DIGITS, EMNIST, FASHION, SMALL
 from paper.last_layer import CLEAN, TRIGGERS, WINE
+from paper.sentences import SENTENCES, WORDS
 
 VALUES = Path(__file__).parents[1] / "docs" / "benchmark" / "triggers" / "values.csv"
 SEEDS = (21, 22)
@@ -32,6 +34,7 @@ METHODS: dict[str, dict[str, Any]] = {
     "FedAssay": {"name": "fedassay"},
     "exchange": {"name": "fedassay", "guards": {"trigger_exchange": 5}},
     "last layer": last_layer.METHODS["last layer"],
+    "both": {**last_layer.METHODS["last layer"], "guards": {"trigger_exchange": 5}},
 }
 IMAGES = {name: {"attack": {**attack, "share": 0.5}} for name, attack in TRIGGERS.items()}
 FOUR = {name: IMAGES[name] for name in ("backdoor", "black square", "waves", "distributed")}
@@ -42,11 +45,17 @@ FEATURES = {
     "edge case": {"attack": {"name": "edge_case", "target": 1, "share": 0.5}},
 }
 # The guard needs images.
-TABLES = {"wine", "HAPT"}
+TABLES = {"wine", "HAPT", "sentences"}
+WITHOUT_BOTH = {"EMNIST", "Fashion-MNIST"}
 SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
-    "digits": ("digits-fedassay", {**DIGITS, "evaluate_on": "redrawn"}, IMAGES),
+    "digits": (
+        "digits-fedassay",
+        {**DIGITS, "evaluate_on": "redrawn"},
+        {**IMAGES, **victims.ATTACKS},
+    ),
     "wine": ("digits-fedassay", {**WINE, "evaluate_on": "redrawn"}, FEATURES),
     "HAPT": ("har-fedassay", {"evaluate_on": "test"}, FEATURES),
+    "sentences": ("digits-fedassay", {**SENTENCES, "evaluate_on": "redrawn"}, WORDS),
     "EMNIST": (SMALL, {**EMNIST, "evaluate_on": "redrawn"}, FOUR),
     "Fashion-MNIST": (
         SMALL,
@@ -58,7 +67,10 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
 
 def methods_of(setting: str) -> list[str]:
     """Return the methods that are measured in a setting."""
-    return [method for method in METHODS if setting not in TABLES or method != "exchange"]
+    missing = {"exchange", "both"} if setting in TABLES else set[str]()
+    if setting in WITHOUT_BOTH:
+        missing = {"both"}
+    return [method for method in METHODS if method not in missing]
 
 
 def run_cell(cell: Cell) -> tuple[float, float]:
@@ -68,7 +80,8 @@ def run_cell(cell: Cell) -> tuple[float, float]:
     # Without attack, success is that of the first trigger on honest models.
     attacked = attacks.get(attack) or {**CLEAN, **next(iter(attacks.values()))}
     changes = {**changes, **attacked, "algorithm": METHODS[method], "evaluate_every": 100}
-    return cells.measure(preset, changes, seed)
+    measure = victims.measure if attack in victims.ATTACKS else cells.measure
+    return measure(preset, changes, seed)
 
 
 def all_cells() -> list[Cell]:
@@ -79,6 +92,20 @@ def all_cells() -> list[Cell]:
         for seed in SEEDS
         for attack in ("none", *attacks)
         for method in methods_of(name)
+        if method != "both" or seed == SEEDS[0]
+    ]
+
+
+def _complete_rows() -> pd.DataFrame:
+    """Return the values of those seeds, by setting and attack, that all methods have.
+
+    Both defences together have the first seed alone.
+    """
+    values = pd.read_csv(VALUES)
+    is_both = values.method == "both"
+    num_methods = (~is_both).groupby([values.setting, values.attack, values.seed]).transform("sum")
+    return values[
+        num_methods == values.setting.map(lambda name: len({*methods_of(name)} - {"both"}))
     ]
 
 
@@ -87,10 +114,8 @@ def triggers_table() -> pd.DataFrame:
 
     A row has the seeds that all of its methods have, and is left out without any.
     """
-    values = pd.read_csv(VALUES)
+    values = _complete_rows()
     row = ["setting", "attack"]
-    num_methods = values.groupby([*row, "seed"]).method.transform("count")
-    values = values[num_methods == values.setting.map(lambda name: len(methods_of(name)))]
     means = values.groupby([*row, "method"])[list(cells.MEASURES)].mean().map("{:.1f}".format)
     is_clean = means.index.get_level_values("attack") == "none"
     text = (means.accuracy + " / " + means.success).where(~is_clean, means.accuracy)
@@ -104,7 +129,31 @@ def triggers_table() -> pd.DataFrame:
     ]
     table = table.loc[rows, ["seeds", *METHODS]]
     table.index = pd.Index([f"{name}: {attack}" for name, attack in rows])
+    table = table.rename(columns={"both": f"both, seed {SEEDS[0]}"})
     return table.rename_axis("Setting: attack").rename_axis(columns=None)
+
+
+def choice_table(bound: float = 20.0) -> pd.DataFrame:
+    """Return what each defence costs and lets through, by setting and method, as text.
+
+    Points are relative to FedAssay's accuracy on the same seeds.
+    """
+    values = _complete_rows()
+    rows = {}
+    for name, method in itertools.product(SETTINGS, METHODS):
+        chosen = values[(values.setting == name) & (values.method == method)]
+        success = chosen.groupby("attack").success.mean().drop("none", errors="ignore")
+        clean = chosen[chosen.attack == "none"]
+        if clean.empty or success.empty:
+            continue
+        plain = values.query("setting == @name and method == 'FedAssay' and attack == 'none'")
+        difference = clean.set_index("seed").accuracy - plain.set_index("seed").accuracy
+        rows[f"{name}: {method}"] = {
+            "accuracy without attack": f"{clean.accuracy.mean():.1f} ({difference.mean():+.1f})",
+            f"attacks at most {bound:.0f}%": f"{(success <= bound).sum()} of {len(success)}",
+            "largest success": f"{success.max():.0f} ({success.idxmax()})",
+        }
+    return pd.DataFrame(rows).T.rename_axis("Setting: defence")
 
 
 def time_ratios(repetitions: int = 4) -> dict[str, float]:

@@ -107,6 +107,16 @@ def test_backdoor_presets_add_one_criterion_to_the_default(data):
     assert backdoors == plain
 
 
+def test_the_backdoor_preset_of_a_table_adds_the_last_layer():
+    plain, backdoors = (
+        load(f"har-fedassay{ending}").settings()["algorithm"] for ending in ("", "-backdoors")
+    )
+    gap, layer = backdoors.pop("criterion")["of"]
+    assert gap == plain.pop("criterion")
+    assert layer == {"name": "last_layer_excess", "scale": 50.0}
+    assert backdoors == plain
+
+
 def test_the_default_algorithm_is_the_recommended_one():
     table = tiny()
     del table["algorithm"]
