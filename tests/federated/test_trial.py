@@ -5,7 +5,7 @@ import pytest
 import torch
 from tests import agents as ours
 from tests.agents import BENIGN_IDS
-from tests.tiny import lines_of, tiny
+from tests.tiny import StopError, lines_of, stop_after, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError
@@ -72,14 +72,9 @@ def test_an_agent_that_leaves_has_the_model_that_trained_alone(monkeypatch):
 def test_a_resumed_trial_has_the_same_bits(tmp_path):
     experiment = tiny(rounds=9, algorithm={"name": "fedassay", "guards": {"exit_test": 0.5}})
     fedcb2o.run(experiment, out=tmp_path / "whole", workers=1)
-
-    def watch(experiment, seed, record):
-        if record["round"] == 2:
-            raise KeyboardInterrupt
-
     stopped = {**experiment, "checkpoint_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, watch=watch)
+    with pytest.raises(StopError):
+        fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, watch=stop_after(2))
     fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, resume=True)
     for name in ("metrics", "pairs"):
         assert lines_of(tmp_path / "whole", name) == lines_of(tmp_path / "stopped", name)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from sklearn.datasets import load_digits
-from tests.tiny import lines_of, tiny
+from tests.tiny import StopError, lines_of, stop_after, tiny
 
 import fedcb2o
 from fedcb2o.errors import ConfigError, DataError
@@ -331,14 +331,9 @@ def test_workers_and_a_resumed_run_give_the_same_bits(tmp_path):
     experiment = tiny(rounds=4, algorithm=EXCHANGE, attack=BACKDOORED, agents={"benign": 4})
     fedcb2o.run(experiment, out=tmp_path / "whole", workers=1)
     fedcb2o.run(experiment, out=tmp_path / "parallel", workers=2)
-
-    def watch(experiment, seed, record):
-        if record["round"] == 2:
-            raise KeyboardInterrupt
-
     stopped = {**experiment, "checkpoint_every": 1}
-    with pytest.raises(KeyboardInterrupt):
-        fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, watch=watch)
+    with pytest.raises(StopError):
+        fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, watch=stop_after(2))
     fedcb2o.run(stopped, out=tmp_path / "stopped", workers=1, resume=True)
     for name in ("metrics", "pairs"):
         lines = lines_of(tmp_path / "whole", name)

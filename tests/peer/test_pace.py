@@ -9,10 +9,10 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 from tests.peer import members, pace
+from tests.peer.test_node import isolated_node
 from tests.peer.wire import Wire
 
 from fedcb2o.peer.node.assessment import BASELINE_FILE
-from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import RawCodec
@@ -142,18 +142,8 @@ def newcomer(folder, announced, *, resume=False, **options):
     changes = {"rounds": 14, "agents": {"benign": 3, "malicious": 0}, "training": {"gamma": 0.1}}
     federation = members.federated(orgs, changes=changes, lag=2, deadline_seconds=5.0)
     wire = Wire()
-    node = Node(
-        federation,
-        orgs[0],
-        members.share(0),
-        out=folder / "out",
-        resume=resume,
-        connect=lambda federation, identity: wire.agent(0),
-        observer=pace.Times(),
-        gather=0.0,
-        linger=0.0,
-        **options,
-    )
+    options |= {"resume": resume, "observer": pace.Times()}
+    node = isolated_node(federation, orgs[0], members.share(0), folder / "out", wire, **options)
     return node, serve_members(wire, folder, federation, orgs, announced)
 
 
@@ -263,18 +253,8 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
         server = Server(federation, j, orgs[j], ledger, hello_content=lambda: {"round": LAST + 1})
         wire.agent(j).serve(server.on_request)
     observer = pace.Times()
-    node = Node(
-        federation,
-        orgs[0],
-        members.share(0),
-        out=tmp_path / "out",
-        resume=True,
-        connect=lambda federation, identity: wire.agent(0),
-        observer=observer,
-        gather=0.0,
-        linger=0.0,
-    )
-    node.run()
+    options = {"resume": True, "observer": observer}
+    isolated_node(federation, orgs[0], members.share(0), tmp_path / "out", wire, **options).run()
     text = "\n".join(observer.notes)
     if signed_from is None:
         assert not (tmp_path / "out" / "signed.jsonl").exists()
