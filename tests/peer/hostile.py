@@ -90,8 +90,6 @@ class Liar:
             round=request.round,
             dim=self.dim,
             num_samples=2**63,
-            encoding=0,
-            base=bytes(32),
         )
         return replace(honest, **changes)
 

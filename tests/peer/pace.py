@@ -21,7 +21,6 @@ from fedcb2o.peer import Federation, Identity
 from fedcb2o.peer.node.agent import build_network
 from fedcb2o.peer.node.node import Node
 from fedcb2o.peer.wire.protocol import (
-    ZERO_DIGEST,
     Answer,
     AnswerStatus,
     Manifest,
@@ -73,8 +72,6 @@ class Hostile:
             round=n,
             dim=len(self.content) // 4,
             num_samples=100,
-            encoding=0,
-            base=ZERO_DIGEST,
         )
         content = encode_offer(manifest.to_signed_bytes(self.identity.sign))
         return Answer(AnswerStatus.OK, content)

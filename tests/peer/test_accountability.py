@@ -84,8 +84,6 @@ class Members(RuleBasedStateMachine):
             round=n,
             dim=2,
             num_samples=1,
-            encoding=0,
-            base=ZERO_DIGEST,
         )
         signed = manifest.to_signed_bytes(self.organisations[agent].sign)
         self.signed.append(signed)

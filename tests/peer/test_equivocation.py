@@ -42,9 +42,7 @@ def sign(orgs, federation):
         signer: int | None = None,
         run: bytes = federation.run,
     ) -> bytes:
-        manifest = Manifest.from_content(
-            text, run=run, agent=agent, round=n, dim=2, num_samples=1, encoding=0, base=ZERO_DIGEST
-        )
+        manifest = Manifest.from_content(text, run=run, agent=agent, round=n, dim=2, num_samples=1)
         return manifest.to_signed_bytes(orgs[agent if signer is None else signer].sign)
 
     return sign_manifest

@@ -18,7 +18,7 @@ from fedcb2o.peer.node.publisher import ModelPublisher
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import RawCodec, TopKCodec
 from fedcb2o.peer.wire.equivocation import Ledger, SigningJournal, verify_proof
-from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.protocol import Manifest
 from fedcb2o.peer.wire.server import Server, Snapshot
 
 CHANGES = {
@@ -41,9 +41,8 @@ def meeting(tmp_path_factory):
     server = Server(federation, 1, orgs[1], Ledger(folder, federation), hello_content=dict)
     content = bytes(4 * dim)
     manifest = Manifest.from_content(
-        content, run=federation.run, agent=1, round=9, dim=dim, num_samples=1, encoding=0,
-        base=ZERO_DIGEST,
-    )  # fmt: skip
+        content, run=federation.run, agent=1, round=9, dim=dim, num_samples=1
+    )
     server.publish(Snapshot(manifest.to_signed_bytes(orgs[1].sign), content))
     wire.agent(1).serve(server.on_request)
     return federation, orgs, wire, dim

@@ -26,7 +26,7 @@ from fedcb2o.errors import ConfigError
 from fedcb2o.peer import Identity
 from fedcb2o.peer.wire.equivocation import Ledger
 from fedcb2o.peer.wire.probe import probe_member
-from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.protocol import Manifest
 from fedcb2o.peer.wire.relay import Relay
 from fedcb2o.peer.wire.relayed import open_transport
 from fedcb2o.peer.wire.server import Server, Snapshot
@@ -249,9 +249,8 @@ def test_the_documented_commands_get_a_manifest_and_a_model(pair, tmp_path):
     orgs, federation = pair
     content = os.urandom(2**20 + 400)
     manifest = Manifest.from_content(
-        content, run=federation.run, agent=1, round=0, dim=2**18 + 100, num_samples=1, encoding=0,
-        base=ZERO_DIGEST,
-    )  # fmt: skip
+        content, run=federation.run, agent=1, round=0, dim=2**18 + 100, num_samples=1
+    )
     server = Server(federation, 1, orgs[1], Ledger(tmp_path, federation), hello_content=dict)
     server.publish(Snapshot(manifest.to_signed_bytes(orgs[1].sign), content))
     page = (ROOT / "docs" / "networks.md").read_text()

@@ -17,7 +17,7 @@ from fedcb2o.peer.node.peer_monitor import PeerMonitor
 from fedcb2o.peer.wire.client import PeerClient
 from fedcb2o.peer.wire.compression import RawCodec
 from fedcb2o.peer.wire.equivocation import Ledger
-from fedcb2o.peer.wire.protocol import ZERO_DIGEST, Manifest
+from fedcb2o.peer.wire.protocol import Manifest
 from fedcb2o.peer.wire.server import Server
 
 
@@ -246,8 +246,6 @@ def test_a_node_with_a_lost_directory_signs_nothing_before_a_majority_answered(
             round=LAST - j,  # one member has an older model
             dim=1,
             num_samples=1,
-            encoding=0,
-            base=ZERO_DIGEST,
         )
         ledger.record(manifest.to_signed_bytes(orgs[0].sign))
         server = Server(federation, j, orgs[j], ledger, hello_content=lambda: {"round": LAST + 1})

@@ -60,14 +60,7 @@ def content():
 @pytest.fixture(scope="module")
 def manifest(federation, content):
     return Manifest.from_content(
-        content,
-        run=federation.run,
-        agent=1,
-        round=N,
-        dim=DIM,
-        num_samples=50,
-        encoding=0,
-        base=ZERO_DIGEST,
+        content, run=federation.run, agent=1, round=N, dim=DIM, num_samples=50
     )
 
 
@@ -517,7 +510,7 @@ def test_documented_manifests_equal_the_encoded_ones(keys, documented_federation
             "dim": len(content) // 4,
             "num_samples": 50,
         }
-        built = Manifest.from_content(content, **values, encoding=0, base=ZERO_DIGEST)
+        built = Manifest.from_content(content, **values)
         assert built.to_signed_bytes(keys[1].sign) == signed
         assert built.digest == VECTORS["digest" + name] == hashlib.sha256(signed[:-64]).digest()
         fields = dict(zip(names, struct.unpack_from(layout, signed), strict=True))

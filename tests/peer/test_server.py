@@ -63,7 +63,7 @@ class Scene:
             "dim": len(text),
             "num_samples": 3,
         }
-        manifest = Manifest.from_content(text, **settings, encoding=0, base=ZERO_DIGEST)
+        manifest = Manifest.from_content(text, **settings)
         return Snapshot(manifest.to_signed_bytes(self.orgs[agent].sign), text)
 
     def ask(self, server: Server, data: bytes) -> Answer | None:

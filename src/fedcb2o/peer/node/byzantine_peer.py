@@ -102,8 +102,6 @@ class ByzantinePeer:
             dim=len(theta),
             # The largest claim that receivers believe.
             num_samples=self.federation.most_samples,
-            encoding=0,
-            base=ZERO_DIGEST,
         )
         # After the manifest, which has the hashes of the content before.
         if fault == "other chunks":

@@ -120,14 +120,17 @@ class Manifest:
 
     @classmethod
     def from_content(cls, content: BytesLike, **fields: Any) -> "Manifest":
-        """Create the manifest of an encoded model from the `fields` that it does not imply."""
+        """Create the manifest of an encoded model from the `fields` that it does not imply.
+
+        By default the content is raw float32, `RawCodec`.
+        """
         view = memoryview(content).cast("B")
         chunks = (view[k : k + CHUNK_BYTES] for k in range(0, len(view), CHUNK_BYTES))
         return cls(
             size=len(view),
             sha256=hashlib.sha256(view).digest(),
             chunks=tuple(hashlib.sha256(chunk).digest() for chunk in chunks),
-            **fields,
+            **{"encoding": 0, "base": ZERO_DIGEST, **fields},
         )
 
     @property
