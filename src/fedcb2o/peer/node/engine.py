@@ -64,7 +64,7 @@ class PeerEngine:
         self.monitor = monitor
         self.initial_model = initial_model
         self.spec = group.spec
-        # A real peer does not know who attacks.
+        # Nothing is known of the others: all count as benign.
         self.benign = np.ones(self.spec.num_agents, dtype=bool)
         self.agent_id = int(group.agents[0])
         # One batch of one agent: the rounds are those of simulations.
