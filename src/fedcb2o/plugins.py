@@ -508,6 +508,13 @@ def to_python(value: Any, *, arrays: bool = True) -> Any:
     return value
 
 
+def section_to_python(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a section with Python's types; tables in it keep their arrays."""
+    return {
+        key: to_python(value, arrays=not isinstance(value, Mapping)) for key, value in table.items()
+    }
+
+
 def to_plain(value: Any) -> Any:
     """Return a value as TOML has it: functions as import paths, arrays as lists."""
     if isinstance(value, Mapping):

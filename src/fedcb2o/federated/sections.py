@@ -43,10 +43,7 @@ class Section(BaseModel):
         """Replace numbers and arrays of NumPy and PyTorch; parameters of functions keep arrays."""
         if not isinstance(table, Mapping):
             return table
-        return {
-            key: plugins.to_python(value, arrays=not isinstance(value, Mapping))
-            for key, value in table.items()
-        }
+        return plugins.section_to_python(table)
 
 
 @dataclass(frozen=True)
