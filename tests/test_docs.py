@@ -204,6 +204,19 @@ def missing(equation: str, module: str, name: str) -> list[str]:
     return [label for label in labels(equation) if label not in labels(target.__doc__)]
 
 
+def test_functions_of_the_way_to_theta_exist():
+    """The table of docs/architecture.md names a file, or its end, and what is in it."""
+    text = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    table = text.split("From the command line to theta")[1].split("**Agent group**")[0]
+    files = [path.as_posix() for path in (ROOT / "src" / "fedcb2o").rglob("*.py")]
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", table)
+    assert len(named) > 20
+    for end, name in named:
+        sources = [Path(path).read_text("utf-8") for path in files if path.endswith(f"/{end}")]
+        pattern = rf"(def|class) {name.split('.')[-1]}\b"
+        assert any(re.search(pattern, source) for source in sources), f"{end}: {name}"
+
+
 def test_labels_are_complete_and_in_the_docstring_of_the_function():
     assert labels("prop:QQLP, eq:lem:laplace_LG: the bound") == ["prop:QQLP", "eq:lem:laplace_LG"]
     assert labels("(eq:beta_QQLP), eq:alpha.") == ["eq:beta_QQLP", "eq:alpha"]

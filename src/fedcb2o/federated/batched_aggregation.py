@@ -1,7 +1,7 @@
 """Algorithm 2, LocalAggregation, with an axis over agents, for a simulation.
 
-The lines are those of `algorithm2`. Every function takes an agent group and the members of a batch.
-The result of one agent does not depend on the others of its batch, except the rounding of training.
+The lines are those of `algorithm2`, in the order 1, 2, 3, 5, 6, 4; `mixing` has line 7. The result
+of one agent does not depend on the others of its batch, except the rounding of training.
 """
 
 import dataclasses

@@ -84,7 +84,7 @@ class Decisions:
             `guards.checks.OUTCOMES`.
         weights: Weights mu_j^i of the received models in m_j, before the mixing factor; NaN where a
             reduction has no weights.
-        factor: Mixing factor, lambda1 * gamma unless it is given.
+        factor: Mixing factor, lambda1 * gamma unless it is given; 1 for colluders.
         own_loss: Validation loss of each agent's own model; NaN if not computed.
         previous_weight: Weight of the model before the round; NaN for a rule without one.
         f: Number of attackers that the rule assumed; NaN for a rule without one.

@@ -296,7 +296,8 @@ Select = Callable[[Contacts, Int[Tensor, " c"], int, np.random.Generator], Int[T
 class CriterionValues:
     """Values G of a robustness criterion (Algorithm 2, line 5); low is trusted.
 
-    `in_sublevel_set` tells whether each received model and, last, the agent's own is in Q_beta.
+    `in_sublevel_set` tells whether each received model and, last, the agent's own is weighed: it is
+    in Q_beta, or the guard `loss_tolerance` adds it.
     """
 
     values: Float[Tensor, "*a m"]

@@ -5,7 +5,8 @@ The model buffer is one tensor with a row for each model:
 - the agents' models;
 - the cluster models of IFCA and DFCA;
 - the models that attackers craft;
-- the models before the round, if a rule uses them.
+- the models before the round, if a rule or the guard `min_distance` uses them;
+- what each agent last sent, with the encoding `top_k`.
 
 The agents of a phase are independent of each other, so that workers share them out. Phases are
 synchronous: peers download the models of this round's LocalUpdate. A received model is a row of the
