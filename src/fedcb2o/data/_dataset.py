@@ -33,26 +33,12 @@ class Shard:
         return f"Shard({len(self)} samples of shape {tuple(self.x.shape[1:])})"
 
     def part(self, chosen: Int[np.ndarray, " m"]) -> "Shard":
-        """Return a part of the samples.
-
-        Args:
-            chosen: Indices of samples.
-
-        Returns:
-            These samples, in the order of the indices.
-        """
+        """Return chosen samples, in the order of the indices."""
         indices = torch.from_numpy(chosen)
         return Shard(self.x[indices], self.y[indices])
 
     def to(self, device: torch.device | str) -> "Shard":
-        """Return the samples on a device.
-
-        Args:
-            device: A PyTorch device.
-
-        Returns:
-            The same samples.
-        """
+        """Return the samples on a device."""
         return Shard(self.x.to(device), self.y.to(device))
 
 
@@ -170,14 +156,7 @@ class Dataset:
         return DatasetNames(self.class_names, owner_names)
 
     def labels(self, samples: Shard) -> Int[Tensor, " n"]:
-        """Return the class of each sample.
-
-        Args:
-            samples: Samples of this data set.
-
-        Returns:
-            Labels [n]; 0 for all samples without classes.
-        """
+        """Return the class of each sample; 0 for all samples without classes."""
         if self.class_names:
             return samples.y
         return torch.zeros(len(samples), dtype=torch.int64)

@@ -173,17 +173,7 @@ class Run:
         return bool(wanted)
 
     def summary_of(self, seed: int) -> dict[str, Any] | None:
-        """Read summary.json of a finished seed.
-
-        Args:
-            seed: Seed of the run.
-
-        Returns:
-            The results in the form of `summary`, or None for a seed that has not finished.
-
-        Raises:
-            RunError: The file is damaged or cannot be read.
-        """
+        """Read summary.json of a seed; None for one that has not finished."""
         manifest = self._manifest(seed)
         if manifest is not None and not manifest.complete:  # the file has the rounds before
             return None
@@ -295,17 +285,7 @@ class Run:
         return found
 
     def records_of(self, seed: int) -> pd.DataFrame:
-        """Read the records of one seed, without the kept tables.
-
-        Args:
-            seed: Seed of the run.
-
-        Returns:
-            The rows of `records` for this seed.
-
-        Raises:
-            RunError: A file is damaged or cannot be read.
-        """
+        """Read the rows of `records` for one seed from its files."""
         agents = self._agent_table(seed)
         count = len(agents)
         rounds: list[int] = []

@@ -117,14 +117,7 @@ class GridResults:
         return [*self.table["seeds"]]
 
     def defence_seeds(self, defence: str) -> list[int]:
-        """Return the seeds of one defence, which may be fewer.
-
-        Args:
-            defence: Name of the defence.
-
-        Returns:
-            The seeds of the defence, by default those of the grid.
-        """
+        """Return the seeds of one defence, by default those of the grid."""
         return [*self.table["defences"][defence].get("seeds", self.seeds)]
 
     @property
@@ -146,14 +139,7 @@ class GridResults:
         return {**chosen_metrics(entries), "test_loss": METRICS["test_loss"]}
 
     def info(self, value: str) -> GridMetric:
-        """Return the description of a metric.
-
-        Args:
-            value: Name of a column of `rows`.
-
-        Returns:
-            Its title, caption and direction.
-        """
+        """Return the description of a metric, a column of `rows`."""
         infos = chosen_infos(self.chosen)
         if value == "lost" and self.main != "accuracy":
             main = metric_info(self.main, infos)
@@ -172,11 +158,7 @@ class GridResults:
         return str(measured[0]) if measured else "accuracy"
 
     def summary_csv(self) -> str:
-        """Return the rows as CSV, the input of a report.
-
-        Returns:
-            Text with a header line and one line per run, floats with five significant digits.
-        """
+        """Return the rows as CSV, the input of a report, with five significant digits."""
         return self.rows.to_csv(index=False, float_format=f"%.{_SIGNIFICANT_DIGITS}g")
 
 
