@@ -479,7 +479,7 @@ def resolve_and_bind(
     """Return the function of a name or a table {name = ..., parameter = ...}, bound."""
     table: dict[str, Any] = dict(choice) if isinstance(choice, Mapping) else {"name": choice}
     if "name" not in table:
-        raise ConfigError(f"the {kind} has no `name`: {table}")
+        raise ConfigError(f"the {kind} has no `name`: {table}; name it beside its parameters")
 
     function = resolve(kind, table.pop("name"), namespace)
     return functools.partial(function, **bind(kind, function, table, deferred=deferred))

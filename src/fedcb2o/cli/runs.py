@@ -88,7 +88,7 @@ _TrackOption = Annotated[
         help="Show in tensorboard[=DIR] or mlflow[=URI].",
     ),
 ]
-_QuietOption = Annotated[bool, Option("--quiet", help="Print results and errors only.")]
+_QuietOption = Annotated[bool, Option("--quiet", help="Print errors only, and no progress.")]
 _RunsArgument = Annotated[list[Path], Argument(metavar="RUN", help="Folders of runs.")]
 
 
