@@ -63,7 +63,7 @@ DEMO_PANEL = DEMO_FIGURE.with_name("digits-attack-success.png")
 DEMO_COLUMNS = {
     "accuracy/worst agent's": [("accuracy", "mean"), ("accuracy_worst", "mean")],
     "source class accuracy": [("source_accuracy", "mean")],
-    "attack success/worst agent's/of all seeds": [
+    "attack success/worst agent's mean/maximum": [
         ("attack_success_rate", "mean"),
         ("attack_success_rate_worst", "mean"),
         ("attack_success_rate_worst", "max"),
