@@ -36,8 +36,22 @@ METHODS: dict[str, dict[str, Any]] = {
     "last layer": last_layer.METHODS["last layer"],
     "both": {**last_layer.METHODS["last layer"], "guards": {"trigger_exchange": 5}},
 }
-IMAGES = {name: {"attack": {**attack, "share": 0.5}} for name, attack in TRIGGERS.items()}
-FOUR = {name: IMAGES[name] for name in ("backdoor", "black square", "waves", "distributed")}
+
+
+def _attack(name: str, **size: int) -> dict[str, Any]:
+    return {"attack": {**TRIGGERS[name], "share": 0.5, **size}}
+
+
+IMAGES = {name: _attack(name) for name in TRIGGERS}
+# Patches of few pixels hardly work in images of 28x28, defended or not.
+LARGE = {
+    "backdoor": IMAGES["backdoor"],
+    "black square": IMAGES["black square"],
+    "large backdoor": _attack("backdoor", size=4, margin=1),
+    "waves": IMAGES["waves"],
+    "large distributed": _attack("distributed", size=6),
+    "large black square": _attack("black square", size=8),
+}
 FEATURES = {
     "three features": {
         "attack": {"name": "paper.last_layer:table_backdoor", "target": 1, "share": 0.5}
@@ -56,11 +70,11 @@ SETTINGS: dict[str, tuple[str, dict[str, Any], dict[str, dict[str, Any]]]] = {
     "wine": ("digits-fedassay", {**WINE, "evaluate_on": "redrawn"}, FEATURES),
     "HAPT": ("har-fedassay", {"evaluate_on": "test"}, FEATURES),
     "sentences": ("digits-fedassay", {**SENTENCES, "evaluate_on": "redrawn"}, WORDS),
-    "EMNIST": (SMALL, {**EMNIST, "evaluate_on": "redrawn"}, FOUR),
+    "EMNIST": (SMALL, {**EMNIST, "evaluate_on": "redrawn"}, LARGE),
     "Fashion-MNIST": (
         SMALL,
         {**FASHION, "evaluate_on": "test", "agents.num_clusters": 1, "agents.malicious": 2},
-        FOUR,
+        LARGE,
     ),
 }
 
@@ -148,7 +162,8 @@ def choice_table(bound: float = 20.0) -> pd.DataFrame:
             continue
         plain = values.query("setting == @name and method == 'FedAssay' and attack == 'none'")
         difference = clean.set_index("seed").accuracy - plain.set_index("seed").accuracy
-        rows[f"{name}: {method}"] = {
+        seed = f", seed {SEEDS[0]}" if method == "both" else ""
+        rows[f"{name}: {method}{seed}"] = {
             "accuracy without attack": f"{clean.accuracy.mean():.1f} ({difference.mean():+.1f})",
             f"attacks at most {bound:.0f}%": f"{(success <= bound).sum()} of {len(success)}",
             "largest success": f"{success.max():.0f} ({success.idxmax()})",
