@@ -103,7 +103,7 @@ def _root(
     verbose: Annotated[
         bool, Option("--verbose", help="Print more: the choices for this machine.")
     ] = False,
-    quiet: Annotated[bool, Option("--quiet", help="Print errors only, and no progress.")] = False,
+    quiet: Annotated[bool, Option("--quiet", help="Print results and errors only.")] = False,
     log_format: Annotated[LogFormat, Option(help="Format of log lines.")] = LogFormat.text,
     log_file: Annotated[
         Path | None, Option(help="File for log lines, which is rotated at 10 MiB.")
