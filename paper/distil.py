@@ -122,7 +122,9 @@ SETTINGS: dict[str, Setting] = {
     "two classes": Setting("digits-fedassay", TWO_CLASSES, SKEW_ATTACKS),
     "half attack, 150 rounds": Setting("digits-fedassay", {"rounds": 150}, ("label flip",)),
     "EMNIST": Setting(SMALL, EMNIST, ("none", "label flip"), SEEDS[:1]),
-    "Fashion-MNIST": Setting(SMALL, FASHION, ("none", "removed", "label flip 0-6", "ALIE"), SEEDS[:1]),
+    "Fashion-MNIST": Setting(
+        SMALL, FASHION, ("none", "removed", "label flip 0-6", "ALIE"), SEEDS[:1]
+    ),
     # Data of owners have no tuning part.
     "HAPT": Setting("har-fedassay", {"evaluate_on": "test"}, ("none", "label flip 3-4"), SEEDS[:2]),
 }
